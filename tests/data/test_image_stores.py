@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from labelled_images import CLASSES, add_member, encode, make_folder, make_tar
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, PngImagePlugin
 
 from hpc_train.cli.main import main
 from hpc_train.data.images import build_images, decoding
@@ -88,12 +88,63 @@ def test_images_are_upright_as_their_exif_says(orientation: int) -> None:
     written = io.BytesIO()
     Image.fromarray(pixels).save(written, "PNG", exif=exif)
     upright = ImageOps.exif_transpose(Image.open(io.BytesIO(written.getvalue())))
-    assert decoding.read_size(written.getvalue()) == upright.size
     crop = decoding.Crop(0.1, 0.2, 0.5, 0.6)
     width, height = upright.size
+
+    def choose_crop(*size: int) -> decoding.Crop:
+        assert size == upright.size
+        return crop
+
     box = (crop.left * width, crop.top * height, (crop.left + crop.width) * width, (crop.top + crop.height) * height)
     wanted = upright.resize((4, 4), Image.Resampling.BICUBIC, box)
-    assert np.array_equal(decoding.decode_image(written.getvalue(), 3, 4, crop), np.asarray(wanted))
+    assert np.array_equal(decoding.decode_image(written.getvalue(), 3, 4, choose_crop), np.asarray(wanted))
+
+
+def save_image(image: Image.Image, kind: str, **options: object) -> bytes:
+    written = io.BytesIO()
+    image.save(written, kind, **options)
+    return written.getvalue()
+
+
+def make_unusual_images() -> dict[str, bytes]:
+    """Return sound images of modes and sizes that are rare."""
+    pixels = np.random.default_rng(0).integers(0, 255, (12, 20, 3), np.uint8)
+    image = Image.fromarray(pixels)
+    return {
+        "palette with transparency": save_image(image.convert("P"), "PNG", transparency=bytes(range(256))),
+        "grey with transparency": save_image(image.convert("LA"), "PNG"),
+        "black and white": save_image(image.convert("1"), "PNG"),
+        "cmyk": save_image(image.convert("CMYK"), "JPEG"),
+        "gif": save_image(image.convert("P"), "GIF"),
+        "one pixel": save_image(image.crop((0, 0, 1, 1)), "PNG"),
+        "one row": save_image(image.resize((500, 1)), "BMP"),
+        "torn exif": save_image(image, "JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0\x02\0\x12\x01"),
+    }
+
+
+@pytest.mark.parametrize("name", make_unusual_images())
+def test_unusual_images_are_what_pillow_makes_of_them(name: str, recwarn: pytest.WarningsRecorder) -> None:
+    """And nothing is printed of what is odd in them."""
+    data = make_unusual_images()[name]
+    recwarn.clear()
+    decoding.check_image(data)
+    for width, height in ((8, 8), (16, 3)):
+        crop = decoding.draw_crop(1, 2, width, height, 0.1)
+        assert decoding.decode_image(data, 3, 8, lambda *_, crop=crop: crop).shape == (8, 8, 3)
+    whole = decoding.decode_image(data, 3, 8, lambda *_: decoding.Crop(0, 0, 1, 1))
+    assert [str(warning.message) for warning in recwarn] == []
+    opened = Image.open(io.BytesIO(data))
+    opened.draft(None, (8, 8))
+    assert np.array_equal(whole, np.asarray(opened.convert("RGB").resize((8, 8), Image.Resampling.BICUBIC)))
+
+
+def test_the_pixels_of_a_sample_are_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow decodes a PNG when it is asked for its EXIF, which may come after the pixels."""
+    decoded = []
+    load_end = PngImagePlugin.PngImageFile.load_end
+    monkeypatch.setattr(PngImagePlugin.PngImageFile, "load_end", lambda image: decoded.append(1) or load_end(image))
+    decoding.decode_image(encode(1, kind="PNG"), 3, 8, lambda *size: decoding.centre_crop(*size, 1.0))
+    assert decoded == [1]
 
 
 def test_commands_recognise_images_by_content(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -285,12 +336,13 @@ def test_stores_of_two_kinds_are_told_apart(tmp_path: Path, capsys: pytest.Captu
 def test_decoding_in_parts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A crop of the whole image is what Pillow makes of it, and a JPEG is read at a fraction of its size."""
     data = encode(3, 64, 48, "PNG")
-    whole = decoding.decode_image(data, 3, 16, decoding.Crop(0, 0, 1, 1))
+    whole = decoding.decode_image(data, 3, 16, lambda *_: decoding.Crop(0, 0, 1, 1))
     wanted = Image.open(io.BytesIO(data)).convert("RGB").resize((16, 16), Image.Resampling.BICUBIC)
     assert np.array_equal(whole, np.asarray(wanted))
-    flipped = decoding.decode_image(data, 3, 16, decoding.Crop(0, 0, 1, 1, flipped=True))
+    flipped = decoding.decode_image(data, 3, 16, lambda *_: decoding.Crop(0, 0, 1, 1, flipped=True))
     assert np.array_equal(flipped[:, ::-1], whole)
-    assert decoding.decode_image(encode(3, 64, 48, "PNG", "LA"), 1, 16, decoding.Crop(0, 0, 1, 1)).shape == (16, 16, 1)
+    grey = decoding.decode_image(encode(3, 64, 48, "PNG", "LA"), 1, 16, lambda *_: decoding.Crop(0, 0, 1, 1))
+    assert grey.shape == (16, 16, 1)
 
 
 def test_a_store_cut_short_is_refused(tmp_path: Path) -> None:

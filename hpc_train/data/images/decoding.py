@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,28 +61,32 @@ def import_pillow() -> Any:
         from PIL import Image
     except ImportError as error:
         raise UserError("images need the package pillow: pip install 'hpc_train[images]'") from error
-    # Pillow warns of many pixels on standard error, and we refuse fewer.
-    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+    # Pillow warns on standard error of what is refused here (many pixels) or does not matter (EXIF that is not whole,
+    # palettes with transparency).
+    warnings.filterwarnings("ignore", module=r"PIL\.")
     return Image
 
 
 def check_image(data: bytes) -> None:
     """Decode an image and drop it; of a JPEG, an eighth of the size. Raises ImageError."""
-    _load(data, (1, 1))
-
-
-def read_size(data: bytes) -> tuple[int, int]:
-    """Return width and height of an upright image, from its header. Raises ImageError."""
     image = _open(data)
-    width, height = image.size
-    return (height, width) if _read_orientation(image) in _LYING else (width, height)
+    _load(image, _read_orientation(image), (1, 1))
 
 
-def decode_image(data: bytes, channels: int, size: int, crop: Crop) -> npt.NDArray[np.uint8]:
-    """Decode a crop of an upright image at size x size pixels, (size, size, channels). Raises ImageError."""
+def decode_image(
+    data: bytes, channels: int, size: int, choose_crop: Callable[[int, int], Crop]
+) -> npt.NDArray[np.uint8]:
+    """Decode a crop of an upright image at size x size pixels, (size, size, channels). Raises ImageError.
+
+    choose_crop: (width, height) of the upright image -> crop.
+    """
     image_module = import_pillow()
+    image = _open(data)
+    orientation = _read_orientation(image)
+    width, height = image.size
+    crop = choose_crop(height, width) if orientation in _LYING else choose_crop(width, height)
     # A JPEG is decoded at a fraction of its size if the crop stays larger than the result.
-    image = _load(data, (math.ceil(size / crop.width), math.ceil(size / crop.height)))
+    image = _load(image, orientation, (math.ceil(size / crop.width), math.ceil(size / crop.height)))
     width, height = image.size
     box = (
         crop.left * width,
@@ -145,10 +150,8 @@ def _read_orientation(image: Any) -> int:
     return orientation if isinstance(orientation, int) else 1
 
 
-def _load(data: bytes, least: tuple[int, int]) -> Any:
+def _load(image: Any, orientation: int, least: tuple[int, int]) -> Any:
     """Decode an image and turn it upright. least: width and height that a JPEG may be reduced to, by a power of two."""
-    image = _open(data)
-    orientation = _read_orientation(image)
     try:
         image.draft(None, least[::-1] if orientation in _LYING else least)
         image.load()

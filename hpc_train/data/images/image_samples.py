@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -21,7 +22,6 @@ from hpc_train.data.images.decoding import (
     decode_image,
     draw_crop,
     import_pillow,
-    read_size,
 )
 from hpc_train.data.images.image_store import ImageStore
 from hpc_train.data.sample_order import order_samples
@@ -90,8 +90,7 @@ class ImageSamples:
         def decode(number: int) -> npt.NDArray[np.uint8]:
             data = self.store.read(int(rows[number]))
             try:
-                crop = choose_crop(number, *read_size(data))
-                return decode_image(data, config.channels, config.image_size, crop)
+                return decode_image(data, config.channels, config.image_size, partial(choose_crop, number))
             except ImageError as error:
                 raise UserError(
                     f"{self.store.path}: image {rows[number]} {error}; `hpc-train data inspect --verify` says whether "
