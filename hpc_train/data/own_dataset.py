@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
+from types import GeneratorType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from hpc_train.components import DATASETS, accepts_argument, explain_user_code
 from hpc_train.config.model import CustomDataConfig
@@ -95,12 +97,18 @@ def open_own_dataset(
         # The function deals the samples itself, so this rank takes all that it yields.
         part = StreamPart()
     source = DATASETS.call(config.name, factory, config.args, **given)
-    if hasattr(source, "__getitem__") and isinstance(source, Sized):
+    # torch's IterableDataset inherits a __getitem__ that only raises, and may have a length.
+    if hasattr(source, "__getitem__") and isinstance(source, Sized) and not isinstance(source, IterableDataset):
         return _cut_split(config, source, split, takes_split="split" in given)
     if not isinstance(source, Iterable):
         raise UserError(
             f"data.name={config.name}: returned a {type(source).__name__}; return a data set with __len__ and "
             "__getitem__, or one with __iter__"
+        )
+    if isinstance(source, (GeneratorType, map, zip, filter, enumerate)):
+        raise UserError(
+            f"data.name={config.name}: returned a {type(source).__name__}, which can be read only once; return an "
+            "object whose __iter__ begins anew"
         )
     if split == "validation" and "split" not in given:
         raise UserError(

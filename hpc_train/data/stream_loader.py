@@ -84,9 +84,13 @@ class StreamLoader:
         if self._next is not None:
             self._next.exception()  # the thread must not read any more
         self._next, self._iterator, self._position = None, None, 0
-        if self._start is not None:
-            with explain_user_code(f"load_state_dict of data.name={self._stream.name}"):
-                self._stream.source.load_state_dict(self._start)  # type: ignore[attr-defined]
+        with explain_user_code(f"load_state_dict of data.name={self._stream.name}"):
+            self._rewind()
+
+    def _rewind(self) -> None:
+        """Let the data set begin anew: one that was resumed may else begin each pass where it was resumed."""
+        if self._stream.saves_position:
+            self._stream.source.load_state_dict(self._start)  # type: ignore[attr-defined]
 
     def _assemble(self) -> tuple[list[MicroBatch], Any]:
         with explain_user_code(f"reading data.name={self._stream.name}"):
@@ -102,12 +106,23 @@ class StreamLoader:
     def _read_sample(self) -> Any:
         for _ in range(2):
             if self._iterator is None:
-                part = self._stream.part
-                self._iterator = islice(iter(self._stream.source), part.index, None, part.count)
+                self._iterator = self._iterate_part()
             for sample in self._iterator:
                 return sample
             self._iterator = None
+            self._rewind()
         raise UserError(f"data.name={self._stream.name}: yields no sample for this rank; give it some")
+
+    def _iterate_part(self) -> Iterator[Any]:
+        """Yield this rank's samples of one pass over the data set.
+
+        All ranks read the same groups of samples, one for each rank, to their end: a position that is saved then lies
+        between two groups on every rank.
+        """
+        part, source = self._stream.part, iter(self._stream.source)
+        while group := list(islice(source, part.count)):
+            if len(group) > part.index:
+                yield group[part.index]
 
     def _save_position(self) -> Any:
         if not self._stream.saves_position:

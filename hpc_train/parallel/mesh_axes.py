@@ -107,9 +107,19 @@ def get_sequence_share(config: RunConfig, world: World) -> SequenceShare:
     )
 
 
-def move(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on `device`; from pinned memory to a GPU the host does not wait for the copy."""
-    return tensor.to(device, non_blocking=True)
+def move_batch(micro: MicroBatch, device: torch.device, model: nn.Module) -> MicroBatch:
+    """Return a micro-batch on `device`, floating-point values in the type of the model's: NumPy's are float64.
+
+    The host does not wait for copies from pinned memory to a GPU.
+    """
+    dtypes = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    dtype = next(dtypes, torch.get_default_dtype())
+
+    def move(tensor: Tensor) -> Tensor:
+        moved = tensor.to(device, non_blocking=True)
+        return moved.to(dtype) if moved.is_floating_point() else moved
+
+    return micro.map(move)
 
 
 def select_local_tokens(micro: MicroBatch, config: RunConfig, world: World) -> MicroBatch:

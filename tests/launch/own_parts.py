@@ -54,6 +54,15 @@ class Pairs:
         return sample(index)
 
 
+@register_dataset("differences")
+class Differences(Pairs):
+    """Targets with a fraction, in float64 as Python has them."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        found = sample(index)
+        return {**found, "targets": float((found["left"] - found["right"]).sum())}
+
+
 @register_dataset("words")
 def words(kind: str, split: str) -> Any:
     """Return a data set with a mistake; `split` has no effect."""
@@ -63,6 +72,7 @@ def words(kind: str, split: str) -> Any:
         "unnamed": [{"x": torch.zeros(3)}] * 64,
         "objects": [({"x": object()}, 0)] * 64,
         "number": 3,
+        "once": (sample(index) for index in range(64)),
         "empty": [],
     }[kind]
 
@@ -91,6 +101,47 @@ def stream(split: str, dp_index: int, dp_size: int, samples: int = 40) -> Stream
     return Stream(dp_index, dp_size, samples)
 
 
+class Counted(torch.utils.data.IterableDataset[Any]):
+    """A stream of torch that says how long it is, as some loops want for their progress."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (sample(index) for index in range(40))
+
+    def __len__(self) -> int:
+        return 40
+
+
+@register_dataset("counted")
+def counted(split: str) -> Any:
+    return Counted()
+
+
+class Resumed(Stream):
+    """As the streams of `datasets`: every pass begins where load_state_dict said, and nothing else sets that back."""
+
+    start = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.position = self.start
+        while self.position < self.samples:
+            self.position += 1
+            yield sample(self.position - 1)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["position"]
+
+
+@register_dataset("whole")
+def whole(split: str, samples: int = 41) -> Stream:
+    """Return a stream of all samples, which each rank cuts its own out of."""
+    return Stream(0, 1, samples)
+
+
+@register_dataset("resumed")
+def resumed(split: str, samples: int = 41) -> Stream:
+    return Resumed(0, 1, samples)
+
+
 class Forgetful(Iterable[Any]):
     def __iter__(self) -> Iterator[Any]:
         return (sample(index) for index in range(1000))
@@ -104,6 +155,11 @@ def forgetful(split: str) -> Any:
 @register_loss("doubled")
 def doubled(out: Any, target: Tensor) -> Tensor:
     return 2 * F.cross_entropy(out["logits"].double(), target, reduction="sum")
+
+
+@register_loss("squared")
+def squared(out: Any, target: Tensor) -> Tensor:
+    return F.mse_loss(out["logits"][:, 0], target, reduction="sum")
 
 
 @register_metric("margin")

@@ -20,7 +20,7 @@ from hpc_train.data.own_dataset import OwnStream, StreamPart, open_own_dataset
 from hpc_train.data.sample_order import order_samples
 from hpc_train.data.stream_loader import StreamLoader
 from hpc_train.errors import EXIT_USER_ERROR, UserError
-from hpc_train.interfaces import World
+from hpc_train.interfaces import MicroBatch, StepBatch, World
 from hpc_train.testing import run_ranks
 from hpc_train.training.factory import make_engine, make_model
 from hpc_train.training.optimizer import make_optimizer, make_schedule
@@ -105,6 +105,7 @@ def _config(*overrides: str) -> RunConfig:
         ("unnamed", "data.name=words: a sample has the entries x; return (inputs, targets), or a dictionary with"),
         ("objects", "data.name=words: a sample holds a object, which is not a tensor, an array or a number"),
         ("number", "data.name=words: returned a int; return a data set with __len__ and __getitem__, or one with"),
+        ("once", "data.name=words: returned a generator, which can be read only once; return an object whose __iter__"),
         ("empty", "data.name=words: no sample of 0 is left for train; give more, or change"),
     ],
 )
@@ -167,6 +168,26 @@ def test_what_cannot_be_resumed_is_refused_before_the_first_step() -> None:
         assert "\n" not in said[name]
 
 
+def _regress(world: World, config: RunConfig) -> tuple[float, float]:
+    """Return the loss of a batch by the engine, and by plain torch in the precision of the run."""
+    data = open_own_dataset(config.data, "train")  # type: ignore[arg-type]
+    assert not isinstance(data, OwnStream)
+    inputs, targets = data.get(np.arange(8))
+    assert targets.dtype == torch.float64
+    model = make_model(config)
+    wanted = own_parts.squared(model(**{name: value.float() for name, value in inputs.items()}), targets.float())
+    engine = make_engine(config, world, model)
+    sums = engine.forward_backward(StepBatch([MicroBatch(inputs, targets)]))
+    engine.clip(1.0)
+    return float(sums.loss), float(wanted)
+
+
+def test_targets_with_a_fraction_have_the_type_of_the_parameters() -> None:
+    config = _config("precision=fp32", "data.name=differences", "train.module=own_parts", "train.loss=squared")
+    ((ours, plain),) = run_ranks(_regress, 1, config, parallel=config.parallel)
+    assert ours == pytest.approx(plain, rel=1e-6)
+
+
 def test_a_schedule_is_checked_when_it_is_made() -> None:
     with pytest.raises(UserError, match=r"optim.schedule.name=negative: returned -1.0 for step 0; return a factor"):
         make_schedule(_config("optim.module=own_parts", "optim.schedule.name=negative").optim, 0.1, 10)
@@ -205,7 +226,7 @@ def _read(loader: StreamLoader, start: int, batches: int) -> list[torch.Tensor]:
     return got
 
 
-@pytest.mark.parametrize("name", ["stream", "forgetful"])
+@pytest.mark.parametrize("name", ["stream", "whole", "resumed", "forgetful", "counted"])
 def test_the_ranks_of_a_stream_read_different_samples_and_all_of_them(name: str) -> None:
     read = []
     for index in range(2):
@@ -217,17 +238,22 @@ def test_the_ranks_of_a_stream_read_different_samples_and_all_of_them(name: str)
         assert torch.equal(left, own_parts.sample(index)["left"])
 
 
-def test_a_stream_goes_on_where_it_was_also_over_its_end() -> None:
-    whole = StreamLoader(_open_stream("stream", 0, 2), 8, 4, 0, 2)
-    wanted = _read(whole, 0, 8)  # 32 samples, of which this part has 20
+@pytest.mark.parametrize("name", ["stream", "whole", "resumed"])
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_stream_goes_on_where_it_was_also_over_its_end(name: str, index: int) -> None:
+    def make_loader() -> StreamLoader:
+        return StreamLoader(_open_stream(name, index, 2), 8, 4, index, 2)
+
+    whole = make_loader()
+    wanted = _read(whole, 0, 13)  # 52 samples, of which this part has about 20
     whole.close()
-    before = StreamLoader(_open_stream("stream", 0, 2), 8, 4, 0, 2)
+    before = make_loader()
     got = _read(before, 0, 3)
     state = json.loads(json.dumps(before.state()))
     before.close()
-    after = StreamLoader(_open_stream("stream", 0, 2), 8, 4, 0, 2)
+    after = make_loader()
     after.restore(state, 24)
-    got += _read(after, 24, 5)
+    got += _read(after, 24, 10)
     first = _read(after, 0, 1)
     after.close()
     assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))

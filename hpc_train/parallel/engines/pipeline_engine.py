@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +26,7 @@ from hpc_train.parallel.mesh_axes import (
     count_averaged_ranks,
     get_axis_degree,
     get_axis_index,
-    move,
+    move_batch,
     select_local_tokens,
 )
 from hpc_train.parallel.metrics import EvaluationSums, load_metrics
@@ -147,19 +147,15 @@ class PipelineEngine(UpdatingEngine):
     def _prepare(self, batch: StepBatch, training: bool) -> tuple[Schedule, list[Tensor], Tensor | None]:
         """Return the schedule for this batch, the inputs of the first stage, and the targets of the last."""
         self._pipeline.masks.begin_step(batch, filled=True)
-        device = self._world.device
         # Moved, then cut and joined: on the host both would lose the pinned memory that copies to a GPU need.
-        moved = [micro.map(partial(move, device=device)) for micro in batch.micro]
+        moved = [move_batch(micro, self._world.device, self.parts[0]) for micro in batch.micro]
         local_batches = [select_local_tokens(micro, self._config, self._world) for micro in moved]
         pp = get_axis_degree(self._world, "pp")
         tensors = [
             require_one_input(micro.inputs, f"parallel.pp={pp}", "stages pass on one tensor") for micro in local_batches
         ]
-        joined_inputs, targets = join_micro_batches(tensors, [micro.targets for micro in local_batches])
-        schedule = self._get_schedule(joined_inputs, len(batch.micro), training)
-        inputs = joined_inputs
-        if inputs.is_floating_point():
-            inputs = inputs.to(next(self.parts[0].parameters()).dtype)
+        inputs, targets = join_micro_batches(tensors, [micro.targets for micro in local_batches])
+        schedule = self._get_schedule(inputs, len(batch.micro), training)
         return schedule, [inputs] if self._first else [], targets if self._last else None
 
     def _get_schedule(self, inputs: Tensor, count: int, training: bool) -> Schedule:

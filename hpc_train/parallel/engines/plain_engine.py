@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from hpc_train.config.run import RunConfig
-from hpc_train.interfaces import GradientSample, MicroBatch, StepBatch, Sums, World, map_inputs
+from hpc_train.interfaces import GradientSample, MicroBatch, StepBatch, Sums, World
 from hpc_train.parallel.dropout import StepMasks
 from hpc_train.parallel.engines.updating_engine import UpdatingEngine, has_routers
 from hpc_train.parallel.loss import (
@@ -22,7 +21,7 @@ from hpc_train.parallel.loss import (
     start_loss_sum,
     start_sum,
 )
-from hpc_train.parallel.mesh_axes import count_averaged_ranks, get_axis_degree, move, select_local_tokens
+from hpc_train.parallel.mesh_axes import count_averaged_ranks, get_axis_degree, move_batch, select_local_tokens
 from hpc_train.parallel.metrics import EvaluationSums, load_metrics
 from hpc_train.parallel.optimizer_step import GradientUpdate
 from hpc_train.parallel.precision import autocast_forward
@@ -169,19 +168,18 @@ class PlainEngine(UpdatingEngine):
 
         measured: gets the loss and what the model returned, in an evaluation.
         """
-        device, dtype = self._world.device, next(self._model.parameters()).dtype
         # Moved whole, then cut: a cut on the host would lose the pinned memory that copies to a GPU need.
-        local_batch = select_local_tokens(micro.map(partial(move, device=device)), self._config, self._world)
-        inputs = map_inputs(local_batch.inputs, lambda value: value.to(dtype) if value.is_floating_point() else value)
+        moved = move_batch(micro, self._world.device, self._model)
+        inputs, targets = select_local_tokens(moved, self._config, self._world)
         if first:
             check_inputs(self._model, inputs)
         with self._use_autocast():
             out = self._wrapped.module(**inputs) if isinstance(inputs, dict) else self._wrapped.module(inputs)
         if first and self._wrapped.is_sharded:
             check_output_is_seen(self._model, out)
-        loss = (compute_first_loss_sum if first else compute_loss_sum)(self._model, out, local_batch.targets)
+        loss = (compute_first_loss_sum if first else compute_loss_sum)(self._model, out, targets)
         if measured is not None:
-            measured.add(loss, out, local_batch.targets)
+            measured.add(loss, out, targets)
         return loss
 
     def _use_autocast(self) -> AbstractContextManager[object]:
