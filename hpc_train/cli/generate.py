@@ -52,7 +52,7 @@ def _number(lowest: float, highest: float) -> Callable[[str], float]:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    prompts = args.prompt or _read_prompts(Path(args.file))
+    prompts = _check_prompts(args.prompt) if args.prompt else _read_prompts(Path(args.file))
     from hpc_train.cli.output import print_json
     from hpc_train.inference.generate import GenerateOptions, generate_texts
     from hpc_train.inference.load_model import load_model
@@ -77,6 +77,18 @@ def _generate(args: argparse.Namespace) -> int:
 def _show_at_once(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def _check_prompts(prompts: list[str]) -> list[str]:
+    """Return the prompts of the command line. Raises UserError for one in another encoding, as Python hands it on."""
+    from hpc_train.errors import UserError
+
+    for prompt in prompts:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise UserError("--prompt: is not text in UTF-8; convert it (iconv -f ENCODING -t UTF-8)") from error
+    return prompts
 
 
 def _read_prompts(path: Path) -> list[str]:

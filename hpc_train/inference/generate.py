@@ -25,7 +25,7 @@ class GenerateOptions:
     """How the next token is chosen, and when to stop."""
 
     tokens: int = 128
-    """Tokens to generate, at most; the tokenizer's end of a document stops earlier."""
+    """Tokens to generate, at most; the end of a document or of a turn stops earlier."""
     temperature: float = 0.0
     """Divides the logits; 0: always the likeliest token (greedy)."""
     top_k: int = 0
@@ -103,7 +103,7 @@ def _generate_batch(
     loaded: LoadedModel, encoded: Sequence[Sequence[int]], options: GenerateOptions, show: Show | None
 ) -> Iterator[str]:
     """Generate after prompts of different lengths, padded on the left; those for an encoder, on the right."""
-    width, end = max(map(len, encoded)), loaded.tokenizer.end
+    width, ends = max(map(len, encoded)), loaded.end_tokens
     inputs = torch.zeros(len(encoded), width, dtype=torch.int64)
     mask = torch.zeros_like(inputs)
     for row, tokens in enumerate(encoded):
@@ -119,18 +119,18 @@ def _generate_batch(
             "top_k": options.top_k,
             "top_p": options.top_p,
         }
-    streamer = None if show is None or len(encoded) > 1 else TextStreamer(loaded.tokenizer, show, set(end[-1:]))
+    streamer = None if show is None or len(encoded) > 1 else TextStreamer(loaded.tokenizer, show, set(ends))
     out = loaded.model.generate(
         inputs.to(loaded.model.device),
         attention_mask=mask.to(loaded.model.device),
         max_new_tokens=options.tokens,
-        eos_token_id=end[-1] if end else None,
-        pad_token_id=end[-1] if end else 0,
+        eos_token_id=ends or None,
+        pad_token_id=ends[0] if ends else 0,
         streamer=streamer,
         **sampling,
     )
     for row in out[:, 1 if loaded.has_encoder else width :].tolist():  # a decoder begins with one token of its own
-        yield loaded.tokenizer.decode(np.array(_cut_end(row, set(end[-1:])), dtype=np.int64))
+        yield loaded.tokenizer.decode(np.array(_cut_end(row, set(ends)), dtype=np.int64))
 
 
 def _cut_end(tokens: list[int], ends: set[int]) -> list[int]:

@@ -6,6 +6,7 @@ weights. Code from outside is never run.
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +26,16 @@ from hpc_train.checkpoint.storage.step_directory import is_weight
 from hpc_train.checkpoint.storage.step_selection import CheckpointTarget, OpenStep, open_one_step
 from hpc_train.config.model import DataConfig, HfModelConfig, TransformerConfig
 from hpc_train.config.run import RunConfig
+from hpc_train.data.readers.records import first_line
 from hpc_train.data.tokenizers.tokenizer import Tokenizer
+from hpc_train.data.tokenizers.tokenizer_folder import FolderTokenizer, load_tokenizer_folder
 from hpc_train.errors import UserError
 from hpc_train.models.adapters.names import is_adapter_parameter
-from hpc_train.models.hf.config_file import find_start_token, read_config_file
+from hpc_train.models.hf.config_file import ConfigFile, find_start_token, read_config_file
 from hpc_train.models.hf.library import get_class, make_library_config
 from hpc_train.models.huggingface import to_huggingface
 from hpc_train.quiet_imports import without_warnings
+from hpc_train.regular_files import MAX_TEXT_BYTES, read_regular
 
 _DECODER, _ENCODER_DECODER = "AutoModelForCausalLM", "AutoModelForSeq2SeqLM"
 log = logging.getLogger(__name__)
@@ -51,6 +55,19 @@ class LoadedModel:
     def has_encoder(self) -> bool:
         """Whether an encoder reads the prompt, and a decoder begins anew."""
         return bool(getattr(self.model.config, "is_encoder_decoder", False))
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """Tokens that end a text: the tokenizer's own, and special ones that the model's settings name.
+
+        A chat model often ends its turn with another token than a document. Settings that were never adapted to the
+        tokenizer name tokens that are not special there.
+        """
+        ends = {*self.tokenizer.end[-1:]}
+        if isinstance(self.tokenizer, FolderTokenizer):
+            named = self.model.generation_config.eos_token_id
+            ends |= self.tokenizer.special_tokens & {*(named if isinstance(named, list) else [named])}
+        return sorted(ends)
 
 
 def load_model(
@@ -115,7 +132,7 @@ def find_run_config(step: OpenStep) -> Path:
 
 def _load_folder(path: Path, tokenizer: str, device: torch.device) -> LoadedModel:
     file = read_config_file(HfModelConfig(path=str(path)))
-    opened = _open_folder_tokenizer(tokenizer)
+    opened = load_tokenizer_folder(tokenizer)
     kind = _ENCODER_DECODER if file.body.get("is_encoder_decoder") else _DECODER
     try:
         with without_warnings():
@@ -176,9 +193,28 @@ def _make_model(config: RunConfig, tied: bool = True) -> Any:
     except ValueError as error:
         text = " ".join(str(error).split())[:200]
         raise UserError(f"model={config.model.name}: generates no text in transformers ({text})") from error
-    if isinstance(config.model, HfModelConfig) and settings.is_encoder_decoder:
-        model.generation_config.decoder_start_token_id = find_start_token(file)
+    if isinstance(config.model, HfModelConfig):
+        _set_generation_tokens(model, file)
     return model
+
+
+def _set_generation_tokens(model: Any, file: ConfigFile) -> None:
+    """Give a model the tokens that begin and end its texts, as the folder that it comes from names them."""
+    if model.config.is_encoder_decoder:
+        model.generation_config.decoder_start_token_id = find_start_token(file)
+    settings = file.folder / "generation_config.json"
+    if not settings.is_file():
+        return
+    try:
+        ends = json.loads(read_regular(settings, MAX_TEXT_BYTES, follow=True)).get("eos_token_id")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"{settings}: cannot be read ({first_line(error)})") from error
+    if ends is None:
+        return
+    ends = ends if isinstance(ends, list) else [ends]
+    if not all(isinstance(token, int) for token in ends):
+        raise UserError(f"{settings}: eos_token_id is not a token or a list of them; save the model's settings again")
+    model.generation_config.eos_token_id = ends
 
 
 def _read_step(step: OpenStep, config: RunConfig, weights: str | None) -> dict[str, Tensor]:
@@ -225,16 +261,10 @@ def _load_experts(model: Any, state: dict[str, Tensor], where: str) -> Any:
 def _open_tokenizer(config: DataConfig, folder: str | None) -> Tokenizer:
     """Open the tokenizer of a run's data, or that in `folder`."""
     if folder is not None:
-        return _open_folder_tokenizer(folder)
+        return load_tokenizer_folder(folder)
     from hpc_train.data.tokenizers.data_tokenizer import open_data_tokenizer
 
     tokenizer = open_data_tokenizer(config)
     if tokenizer is None:
         raise UserError(f"data={config.name}: does not say which tokenizer; give --tokenizer FOLDER")
     return tokenizer
-
-
-def _open_folder_tokenizer(folder: str) -> Tokenizer:
-    from hpc_train.data.tokenizers.tokenizer_folder import load_tokenizer_folder
-
-    return load_tokenizer_folder(folder)

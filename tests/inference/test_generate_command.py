@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -16,6 +17,7 @@ from hpc_train.checkpoint import save_step
 from hpc_train.cli.main import main
 from hpc_train.config.compose import compose
 from hpc_train.config.plain_config import config_to_yaml
+from hpc_train.config.run import RunConfig
 from hpc_train.data.tokenizers.tokenizer import ByteTokenizer
 from hpc_train.inference.generate import GenerateOptions, TextStreamer, generate_texts
 from hpc_train.inference.load_model import load_model
@@ -49,9 +51,14 @@ def save_run(run: Path, kind: str) -> None:
             if parameter.ndim > 1:
                 scale = 0.1 if is_adapter_parameter(name) else 0.3
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    save_state(run, module.state_dict(), config)
+
+
+def save_state(run: Path, state: dict[str, torch.Tensor], config: RunConfig) -> None:
+    """Write a run whose step 8 has these weights."""
     pieces = [
         TensorShard(name, tuple(value.shape), value.dtype, (0,) * value.ndim, value.detach())
-        for name, value in module.state_dict().items()
+        for name, value in state.items()
     ]
     run.mkdir()
     save_step(run / "checkpoints", 8, pieces, {}, None).wait()
@@ -156,6 +163,7 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no such directory" in refused(str(tmp_path / "nothing"), "--prompt", "a")
     assert "are more than the 64 positions" in refused(str(run), "--prompt", "a", "--tokens", "64")
     assert "the prompt is empty" in refused(str(run), "--prompt", "")
+    assert "--prompt: is not text in UTF-8" in refused(str(run), "--prompt", "a\udcff")  # as Python has foreign bytes
     assert "has no chat template" in refused(str(run), "--prompt", "a", "--chat")
     assert "cannot be read" in refused(str(run), "--file", str(tmp_path))
     (tmp_path / "empty").write_text("\n\n")
@@ -174,6 +182,45 @@ def save_folder(folder: Path, template: str = "{{ messages[0].content }}") -> di
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     return load_file(folder / "model.safetensors")
+
+
+def save_chat_model(folder: Path) -> tuple[transformers.LlamaForCausalLM, Any]:
+    """A Llama that says w8 after w7, w9 after w8, and so on; returns it with a tokenizer of these words."""
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, max_position_embeddings=64)
+    model = transformers.LlamaForCausalLM(config).eval()
+    state = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    state |= {"model.embed_tokens.weight": torch.eye(32), "lm_head.weight": torch.eye(32).roll(1, 0)}
+    model.load_state_dict(state | {"model.norm.weight": torch.ones(32)})
+    model.save_pretrained(folder)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{number}": number for number in range(32)}))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return model, words
+
+
+@pytest.mark.parametrize("of_run", [False, True], ids=["folder", "run"])
+def test_a_chat_model_ends_where_its_generation_settings_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], of_run: bool
+) -> None:
+    """The end of a turn may be another token than the end of a document, and only the settings name it."""
+    folder = tmp_path / "folder"
+    model, words = save_chat_model(folder)
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="w0", additional_special_tokens=["w11"]
+    )
+    made.save_pretrained(folder)
+    # 9 is no special token of this tokenizer: settings that were never adapted to it name such tokens.
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 9, 11]}))
+    where = folder
+    if of_run:
+        (tmp_path / "a.txt").write_text("w1 w2")
+        data = ["data=text", f"data.sources=[{tmp_path / 'a.txt'}]", f"data.tokenizer={folder}"]
+        config = compose(["model=hf", f"model.path={folder}", *data])
+        where = tmp_path / "run"
+        save_state(where, model.state_dict(), config)
+    capsys.readouterr()
+    assert main(["generate", str(where), "--prompt", "w5 w6", "--tokens", "12", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["text"].split() == ["w7", "w8", "w9", "w10"]
 
 
 def test_files_that_are_no_whole_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
