@@ -136,6 +136,7 @@ def compute_logits(world: World, config: RunConfig) -> Any:
     return (out.full_tensor() if hasattr(out, "full_tensor") else out).numpy()
 
 
+ALPHAS = {"^model.layers.0.self_attn.q_proj": 9, "q_proj": 3}
 LAYOUTS = {"alone": (1, []), "fsdp": (2, ["parallel=fsdp"]), "tp": (2, ["parallel.tp=2"])}
 
 
@@ -146,7 +147,7 @@ LAYOUTS = {"alone": (1, []), "fsdp": (2, ["parallel=fsdp"]), "tp": (2, ["paralle
         ("tp", LLAMA, "q,down", {"r": 4, "target_modules": ["q_proj", "down_proj"], "use_dora": True}),
         ("alone", GPT2, "q,k,v", {"r": 2, "target_modules": ["c_attn"], "use_dora": True, "fan_in_fan_out": True}),
         ("alone", LLAMA, "q,o", {"r": 4, "target_modules": ["q_proj", "o_proj"], "use_rslora": True}),
-        ("alone", LLAMA, "q,o", {"r": 4, "target_modules": ["q_proj"], "alpha_pattern": {"q_proj": 3}}),
+        ("alone", LLAMA, "q,o", {"r": 4, "target_modules": ["q_proj"], "alpha_pattern": ALPHAS}),
     ],
 )
 def test_a_run_starts_from_what_peft_saved(
@@ -189,6 +190,8 @@ def test_adapters_that_do_not_fit(tmp_path: Path) -> None:
     assert "peft_type is 'IA3'; only LORA" in refuse(tmp_path)
     write((8, 32), (32, 8), modules_to_save=["lm_head"])
     assert "modules_to_save is set" in refuse(tmp_path)
+    write((8, 32), (32, 8), alpha_pattern={"layers.(0|1).self_attn.q_proj": 4})
+    assert "alpha_pattern has the expression 'layers.(0|1).self_attn.q_proj', and only names of" in refuse(tmp_path)
     write((8, 32), (32, 8), "conv_proj")
     assert "has adapters of model.layers.0.self_attn.conv_proj, which this run has not" in refuse(tmp_path)
     write((8, 64), (64, 8))

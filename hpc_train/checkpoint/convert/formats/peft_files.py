@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +24,10 @@ from hpc_train.config.adapter import AdapterConfig
 from hpc_train.config.model import CustomModelConfig, HfModelConfig, ModelConfig
 from hpc_train.errors import UserError
 from hpc_train.models.adapters.names import ADAPTER_A, ADAPTER_B, ADAPTER_MAGNITUDE
+from hpc_train.models.hf.config_file import find_task, read_config_file
 from hpc_train.models.huggingface import name_huggingface_module
 from hpc_train.models.huggingface_family import find_model_family
+from hpc_train.terminal import one_line
 
 State = dict[str, Tensor]
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
@@ -35,6 +38,10 @@ _UNSUPPORTED = (
     "alora_invocation_tokens", "use_bdlora", "arrow_config", "kasa_config", "velora_config", "monteclora_config",
 )  # fmt: skip
 """Settings of PEFT that add something which plain LoRA and DoRA do not compute."""
+_TASK_TYPES = {"causal_lm": "CAUSAL_LM", "seq2seq_lm": "SEQ_2_SEQ_LM"}
+"""Tasks for which PEFT has a class that generates text."""
+_MODULE_NAME = re.compile(r"\^?[\w.]+")
+"""A key of alpha_pattern that names modules: the end of a name or, after ^, all of it."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,7 @@ def write_peft(folder: Path, adapters: Mapping[str, LayerAdapter], base: PeftBas
     ranks = {module: len(layer.a) for module, layer in theirs.items() if len(layer.a) != adapter.rank}
     config = {
         "peft_type": "LORA",
-        "task_type": None if isinstance(model, CustomModelConfig) else "CAUSAL_LM",
+        "task_type": _find_task_type(model),
         "base_model_name_or_path": base.path,
         "inference_mode": True,
         "r": adapter.rank,
@@ -103,6 +110,15 @@ def write_peft(folder: Path, adapters: Mapping[str, LayerAdapter], base: PeftBas
     }
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
     return [WEIGHTS_FILE, CONFIG_FILE]
+
+
+def _find_task_type(model: ModelConfig) -> str | None:
+    """Return the task by which PEFT chooses its class; None for the class that takes any model."""
+    if isinstance(model, CustomModelConfig):
+        return None
+    if isinstance(model, HfModelConfig):
+        return _TASK_TYPES.get(find_task(model, read_config_file(model)))
+    return _TASK_TYPES["causal_lm"]
 
 
 def read_peft(folder: Path, model: ModelConfig, layers: Mapping[str, tuple[int, int]]) -> dict[str, LayerAdapter]:
@@ -158,13 +174,25 @@ def _find_scale(folder: Path, module: str, rank: int, config: Mapping[str, Any])
     """Return PEFT's factor of B A for a module, whose alpha may follow a pattern."""
     patterns = config.get("alpha_pattern") or {}
     try:
-        named = [alpha for key, alpha in patterns.items() if module == key or module.endswith(f".{key}")]
+        named = [alpha for key, alpha in patterns.items() if _names_module(folder, key, module)]
         alpha = float(named[0] if named else config["lora_alpha"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{folder / CONFIG_FILE}: no number lora_alpha in it ({type(error).__name__})") from error
     if not math.isfinite(alpha):
         raise UserError(f"{folder / CONFIG_FILE}: lora_alpha is {alpha}")
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _names_module(folder: Path, key: str, module: str) -> bool:
+    """Return whether a key of alpha_pattern names this module. Raises UserError for any other regular expression."""
+    if not _MODULE_NAME.fullmatch(key):
+        raise UserError(
+            one_line(
+                f"{folder / CONFIG_FILE}: alpha_pattern has the expression {key!r}, and only names of modules are "
+                "read; write out the names that it stands for"
+            )
+        )
+    return module == key.removeprefix("^") or module.endswith(f".{key}")
 
 
 Split = Callable[[LayerAdapter], LayerAdapter]
