@@ -30,6 +30,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--batch", metavar="N", type=whole_number(1), help="samples at once (default: the run's)")
     command.add_argument("--sequence-length", metavar="N", type=whole_number(1), help="tokens (default: the run's)")
     command.add_argument("--chat", action="store_true", help="PATH has conversations: the assistant's turns count")
+    command.add_argument(
+        "--column",
+        metavar="NAME",
+        help="column of the text or the messages in records, or of the label in tars (default: the run's)",
+    )
     command.add_argument("--tokenizer", metavar="FOLDER", help="tokenizer of text (default: the model's)")
     command.add_argument("--precision", choices=("fp64", "fp32", "bf16", "fp16"), help="default: the run's")
     add_weights(command)
@@ -48,7 +53,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_evaluate)
 
 
-_OF_DATA = ("split", "batches", "sequence_length", "chat", "precision")
+_OF_DATA = ("split", "batches", "sequence_length", "chat", "column", "precision")
 _OF_TASKS = ("include_path", "limit", "shots")
 
 
@@ -67,6 +72,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         args.sequence_length,
         args.tokenizer,
         args.chat,
+        args.column,
         args.precision,
         args.base,
         args.weights,
@@ -105,8 +111,11 @@ def _refuse_without_effect(args: argparse.Namespace) -> None:
             option = f"--{name.replace('_', '-')}"
             needs = "needs --tasks" if args.tasks is None else "has no effect with --tasks"
             raise UserError(f"{option}: {needs}; leave it out")
-    if args.chat and args.data is None:
-        raise UserError("--chat: needs --data with conversations")
+    if args.data is not None:
+        return
+    for name in ("chat", "column") if args.tasks else ("chat", "column", "tokenizer"):
+        if getattr(args, name):
+            raise UserError(f"--{name}: says how --data is read, which is not given; leave it out, or give --data")
 
 
 def _evaluate_tasks(args: argparse.Namespace) -> int:

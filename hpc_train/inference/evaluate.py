@@ -6,7 +6,7 @@ the layout differs, which changes only rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -80,6 +80,8 @@ class EvaluationRequest:
     """For text and conversations: byte, or a folder; None: that of the run or the model's folder."""
     chat: bool = False
     """`data` has conversations, of which the assistant's turns count."""
+    column: str | None = None
+    """Column of records in `data`, or key of the label in a tar's .json files; None: as in the run."""
     precision: str | None = None
     """fp64, fp32, bf16 or fp16; None: as in the run, fp32 for a folder."""
     base: str | None = None
@@ -193,22 +195,27 @@ def _choose_data(request: EvaluationRequest, config: RunConfig) -> TokenDataConf
     if is_store(path, IMAGE_STORE) or are_images([str(path)], TokenDataConfig(name="text").suffixes):
         return _choose_images(request, config, path)
     run_data = config.data if isinstance(config.data, TokenDataConfig) else TokenDataConfig(name="text")
+    column, chat = request.column or run_data.column, request.chat or run_data.chat
     base = replace(run_data, name=path.name, path=None, sources=[], validation_fraction=config.data.validation_fraction)
     if path.is_file() and is_token_file(path, run_data.dtype):
+        _refuse_options(request, "tokens", ("chat", "column", "tokenizer"))
         return replace(base, path=str(path))
     tokenizer = request.tokenizer or _find_tokenizer(request, config)
-    return replace(base, sources=[str(path)], chat=request.chat or run_data.chat, tokenizer=tokenizer, vocab_size=256)
+    return replace(base, sources=[str(path)], column=column, chat=chat, tokenizer=tokenizer, vocab_size=256)
+
+
+def _refuse_options(request: EvaluationRequest, what: str, names: Sequence[str]) -> None:
+    """Raise UserError for an option that data of this kind do not need."""
+    for name in names:
+        if getattr(request, name):
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"{option}: no effect on {what}, which {request.data} holds; leave it out")
 
 
 def _choose_images(request: EvaluationRequest, config: RunConfig, path: Path) -> ImageFilesDataConfig:
     """Return the configuration of a store, a folder or a tar of images, prepared as the run's or the folder's own."""
-    for option, value in (
-        ("--chat", request.chat),
-        ("--tokenizer", request.tokenizer),
-        ("--sequence-length", request.sequence_length),
-    ):
-        if value:
-            raise UserError(f"{option}: no effect on images, which {request.data} holds; leave it out")
+    is_built = is_store(path, IMAGE_STORE)
+    _refuse_options(request, "images", ("chat", "tokenizer", "sequence_length", *(["column"] if is_built else [])))
     if isinstance(config.data, ImageFilesDataConfig):
         run_images = config.data
     elif isinstance(config.model, HfModelConfig):
@@ -221,7 +228,9 @@ def _choose_images(request: EvaluationRequest, config: RunConfig, path: Path) ->
     chosen = replace(
         run_images, name=path.name, path=None, sources=[], validation_path=None, validation_fraction=fraction
     )
-    return replace(chosen, path=str(path)) if is_store(path, IMAGE_STORE) else replace(chosen, sources=[str(path)])
+    if is_built:
+        return replace(chosen, path=str(path))
+    return replace(chosen, sources=[str(path)], label_key=request.column or run_images.label_key)
 
 
 def _find_tokenizer(request: EvaluationRequest, config: RunConfig) -> str:

@@ -324,6 +324,11 @@ def test_of_conversations_the_assistant_counts(
     assert (found["sequences"], found["targets"]) == (9, count)
     assert found["loss"] == pytest.approx(loss, rel=1e-12)
     assert found["accuracy"] == accuracy
+    other = tmp_path / "other.jsonl"
+    other.write_text(file.read_text().replace('"messages"', '"turns"'))
+    assert main(["eval", *map(str, (folder, "--data", other, *words[3:]))]) == 2
+    assert "no column 'messages'; its columns are turns (choose with --column" in capsys.readouterr().err
+    assert evaluate(capsys, folder, "--data", other, *words[3:], "--column", "turns")["loss"] == found["loss"]
 
 
 def test_bad_input_of_eval(
@@ -342,6 +347,9 @@ def test_bad_input_of_eval(
     (tmp_path / "text.txt").write_text("some text " * 100)
     assert "its tokenizer is not known here" in refused(gpt2, "--data", tmp_path / "text.txt")
     assert "needs --tasks" in refused(gpt2, "--data", store, "--limit", 3)
+    for option in (["--chat"], ["--column", "a"], ["--tokenizer", "byte"]):
+        assert f"{option[0]}: no effect on tokens" in refused(gpt2, "--data", store, *option)
+        assert f"{option[0]}: says how --data is read, which is not given" in refused(gpt2, *option)
     assert "has no effect with --tasks" in refused(gpt2, "--tasks", "a", "--split", "all")
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert "pip install 'hpc_train[lm-eval]'" in refused(gpt2, "--tasks", "a")
