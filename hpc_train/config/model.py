@@ -5,6 +5,8 @@ The first field of each option is its kind; groups.SCHEMAS names the dataclass o
 
 from __future__ import annotations
 
+from typing import Any
+
 from omegaconf import MISSING
 
 from hpc_train.config.schema import config_dataclass, config_field
@@ -219,7 +221,7 @@ class CustomModelConfig(ModelConfig):
     """Name given to `hpc_train.models.register`, or of an entry point in the group hpc_train.models."""
     module: str | None = None
     """Python module to import first, where the decorator is; None for an installed entry point."""
-    args: dict[str, float | int | bool | str | None] = config_field(default={})
+    args: dict[str, Any] = config_field(default={})
     """Keyword arguments of the registered function."""
 
 
@@ -273,7 +275,7 @@ class CustomDataConfig(DataConfig):
     """Name given to `hpc_train.components.register_dataset`, or of an entry point in the group hpc_train.datasets."""
     module: str | None = None
     """Python module to import first, where the decorator is; None for an installed entry point."""
-    args: dict[str, float | int | bool | str | None] = config_field(default={})
+    args: dict[str, Any] = config_field(default={})
     """Keyword arguments of the registered function."""
     resume: str = config_field(default="exact", choices=("exact", "beginning"))
     """How an iterable data set goes on after a resume. exact: where it was, on the same number of data-parallel ranks;

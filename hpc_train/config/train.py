@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hpc_train.config.optim import AdafactorConfig, EmaConfig, MuonConfig, ParameterGroupConfig, SgdConfig
 from hpc_train.config.schema import config_dataclass, config_field
 
@@ -163,7 +165,7 @@ class ScheduleConfig:
     name: str = "cosine"
     """cosine, linear, constant, wsd (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395), or a name given to
     hpc_train.components.register_schedule."""
-    args: dict[str, float | int | bool | str | None] = config_field(default={})
+    args: dict[str, Any] = config_field(default={})
     """Keyword arguments of a registered schedule, which decides alone: no other setting of this part has an effect."""
     warmup_steps: int = config_field(default=20, ge=0)
     """Steps of linear warm-up from 0; at most the steps of the run."""
@@ -181,7 +183,7 @@ class OptimConfig:
     """adamw, muon, sgd, adafactor, schedule_free, or a name given to hpc_train.components.register_optimizer."""
     module: str | None = None
     """Python module to import first, where an optimizer or a schedule of your own is registered."""
-    args: dict[str, float | int | bool | str | None] = config_field(default={})
+    args: dict[str, Any] = config_field(default={})
     """Keyword arguments of a registered optimizer, which gets no other setting of this part but `lr`."""
     lr: float = config_field(default=3e-3, gt=0)
     """Peak learning rate, at a global batch of `base_batch` sequences."""

@@ -12,7 +12,7 @@ import pytest
 from hpc_train.config import compose as composing
 from hpc_train.config.compose import compose, list_options
 from hpc_train.config.model import TransformerConfig
-from hpc_train.config.plain_config import config_to_yaml
+from hpc_train.config.plain_config import config_from_dict, config_to_dict, config_to_yaml
 from hpc_train.errors import UserError
 
 Write = Callable[[str, str], str]
@@ -150,3 +150,20 @@ def test_the_cache_of_stores_comes_from_the_environment(monkeypatch: pytest.Monk
     assert "cache: /scratch/stores" in config_to_yaml(compose())
     monkeypatch.delenv("HPC_TRAIN_CACHE")
     assert "cache: ~/.cache/hpc_train" in config_to_yaml(compose())
+
+
+def test_arguments_of_own_parts_are_what_yaml_has() -> None:
+    """Numbers, text, and lists and groups of them, as plain Python values that a file gives back."""
+    own = ["model=custom", "model.name=mine", "optim=custom", "optim.module=mine", "optim.name=mine"]
+    given = [
+        "+model.args.widths=[8,16]",
+        "+model.args.names={a: x}",
+        "+optim.args.betas=[0.9,0.95]",
+        "+optim.args.lr=1e-3",
+    ]
+    config = compose([*own, *given])
+    assert config.model.args == {"widths": [8, 16], "names": {"a": "x"}}  # type: ignore[attr-defined]
+    assert config.optim.args == {"betas": [0.9, 0.95], "lr": 0.001}
+    assert type(config.optim.args["betas"]) is list
+    again = config_from_dict(config_to_dict(config))
+    assert (again.model, again.optim) == (config.model, config.optim)
