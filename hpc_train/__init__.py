@@ -54,3 +54,8 @@ def __getattr__(name: str) -> Any:
             globals()[name] = value
             return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List the public names too before they are imported, for completion in notebooks."""
+    return sorted({*globals(), *__all__})

@@ -22,6 +22,9 @@ def test_importing_costs_nothing_heavy() -> None:
     assert done.stdout == "[]\n"
     assert {"Checkpointer", "Preemption", "Run", "SampleOrder", "init", "place", "plan"} < set(hpc_train.__all__)
     assert all(callable(getattr(hpc_train, name)) for name in hpc_train.__all__)
+    completed = "import hpc_train, sys; print({*hpc_train.__all__} <= {*dir(hpc_train)}, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", completed], capture_output=True, text=True, check=True)
+    assert done.stdout == "True False\n"
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         _ = hpc_train.trian  # type: ignore[attr-defined]
 
