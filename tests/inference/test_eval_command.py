@@ -222,7 +222,9 @@ def test_every_kind_of_run_can_be_measured(
 
 def compare_images(folder: Path, run_dir: Path, images: ImageStore, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder's loss on a store and on the folder of its images, prepared as the model's files say."""
-    (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.25] * 3}))
+    scale = {"image_mean": [0.5] * 3, "image_std": [0.25] * 3}
+    (folder / "processor_config.json").write_text(json.dumps({"image_processor": scale}))  # as of CLIP, for two inputs
+    (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.1] * 3}))
     model = transformers.AutoModelForImageClassification.from_pretrained(folder, dtype=torch.float64).eval()
     settings = ImageFilesDataConfig(image_size=8, mean=[0.5] * 3, std=[0.25] * 3)
     pixels, labels = ImageSamples(images, settings, np.arange(len(images))).get(np.arange(len(images)))

@@ -1,7 +1,7 @@
 """Read the config.json of a folder of transformers: bounded, checked, and without the library.
 
 What comes from it is data. A model that brings its own code (`auto_map`) is refused. How a model expects its images is
-also in preprocessor_config.json.
+also in the file of its preprocessor.
 """
 
 from __future__ import annotations
@@ -197,21 +197,39 @@ def find_start_token(file: ConfigFile) -> int:
 def describe_images(file: ConfigFile) -> ImageFilesDataConfig:
     """Return data settings of this model's image size, channels, mean and standard deviation, as far as files say them.
 
-    Raises UserError for a preprocessor_config.json that is none.
+    Raises UserError for a file of the preprocessor that cannot be read.
     """
-    channels, size = file.image_shape
+    own_channels, size = file.image_shape
     defaults = ImageFilesDataConfig()
-    preprocessor = _read_preprocessor(file)
+    channels, preprocessor = own_channels or defaults.channels, _read_preprocessor(file)
+    scale = _get_scale(preprocessor)
+    mean, std = _get_numbers(preprocessor, "image_mean"), _get_numbers(preprocessor, "image_std")
+    if preprocessor.get("do_normalize") is False:
+        mean, std = [0.0] * channels, [1.0] * channels
     return ImageFilesDataConfig(
-        channels=channels or defaults.channels,
+        channels=channels,
         image_size=size or defaults.image_size,
-        mean=_get_numbers(preprocessor, "image_mean"),
-        std=_get_numbers(preprocessor, "image_std"),
+        mean=[value / scale for value in mean],
+        std=[value / scale for value in std],
     )
 
 
+def _get_scale(preprocessor: dict[str, Any]) -> float:
+    """Return what the preprocessor multiplies pixels from 0 to 1 with, before it subtracts the mean."""
+    factor = preprocessor.get("rescale_factor", 1 / 255)
+    if preprocessor.get("do_rescale") is False:
+        factor = 1
+    return 255.0 * factor if isinstance(factor, (int, float)) and factor > 0 else 1.0
+
+
 def _read_preprocessor(file: ConfigFile) -> dict[str, Any]:
-    path = file.folder / "preprocessor_config.json"
+    """Return the settings of the image processor: part of a processor of several kinds of input, or alone."""
+    part = _read_object(file, "processor_config.json").get("image_processor")
+    return part if isinstance(part, dict) else _read_object(file, "preprocessor_config.json")
+
+
+def _read_object(file: ConfigFile, name: str) -> dict[str, Any]:
+    path = file.folder / name
     try:
         body = json.loads(read_regular(path, _MAX_PREPROCESSOR_BYTES, follow=True))
     except FileNotFoundError:
