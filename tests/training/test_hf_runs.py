@@ -98,6 +98,8 @@ def _save(kind: Kind, folder: Path) -> Path:
     kind.auto.from_config(kind.config()).save_pretrained(folder)
     (folder / "tokenizer.json").write_text('{"model": {}}')
     (folder / "generation_config.json").write_text('{"max_new_tokens": 7}')
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     return folder
 
 
@@ -131,7 +133,7 @@ def test_a_run_exports_what_transformers_loads(name: str, store: Path, tmp_path:
     assert code == EXIT_DONE
     out = tmp_path / "out"
     main(["checkpoint", "export", str(tmp_path / "run"), str(out), "--format", "hf"])
-    for file in ("tokenizer.json", "generation_config.json"):
+    for file in ("tokenizer.json", "generation_config.json", "additional_chat_templates/tool_use.jinja"):
         assert (out / file).read_bytes() == (folder / file).read_bytes()
     exported = kind.auto.from_pretrained(out).eval()
     wanted = kind.auto.from_pretrained(folder).eval()

@@ -54,10 +54,11 @@ def write_pretrained(
     if untied:
         body["tie_word_embeddings"] = False
     (folder / "config.json").write_text(json.dumps(body, indent=2) + "\n")
-    side_files = list_side_files(file.folder)
-    for path in side_files:
-        (folder / path.name).write_bytes(read_bounded_file(path, _MAX_SIDE_BYTES))
-    return [*files, "config.json", *(path.name for path in side_files)]
+    side_files = [str(path.relative_to(file.folder)) for path in list_side_files(file.folder)]
+    for name in side_files:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(read_bounded_file(file.folder / name, _MAX_SIDE_BYTES))
+    return [*files, "config.json", *side_files]
 
 
 def _check_tensors(tensors: list[SavedTensor], model: HfModel, config: HfModelConfig) -> None:

@@ -202,11 +202,14 @@ SIDE_FILES = (
     "processor_config.json",
 )
 """Files of a folder that belong to the model and do not change in training."""
+CHAT_TEMPLATES = "additional_chat_templates"
+"""Folder of the chat templates besides the usual one, such as that of conversations with tools."""
 
 
 def list_side_files(folder: Path) -> list[Path]:
     """Return the files of the tokenizer, of generation and of preprocessing that this folder has."""
-    return [folder / name for name in SIDE_FILES if (folder / name).is_file()]
+    templates = sorted((folder / CHAT_TEMPLATES).glob("*.jinja"))
+    return [path for path in (*(folder / name for name in SIDE_FILES), *templates) if path.is_file()]
 
 
 def fill_activation_buffers(model: nn.Module) -> None:
