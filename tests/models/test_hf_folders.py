@@ -70,6 +70,7 @@ def _rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) 
 
 def test_a_folder_without_a_config(tmp_path: Path) -> None:
     assert refuse(tmp_path / "none").startswith(f"model.path={tmp_path / 'none'}: no such folder")
+    assert refuse(Path("org/name-7B")).endswith("is downloaded first: hf download org/name-7B --local-dir FOLDER")
     assert refuse(tmp_path).startswith(f"model.path={tmp_path}: has no config.json; give a folder that")
     (tmp_path / "config.json").write_text("{")
     assert "is not a configuration of transformers (" in refuse(tmp_path)

@@ -7,6 +7,7 @@ also in the file of its preprocessor.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -40,6 +41,7 @@ _DROPOUTS = (
     "attention_probs_dropout_prob",
     "drop_path_rate",
 )
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _POSITION_KEYS = ("max_position_embeddings", "n_positions")
 
 
@@ -108,9 +110,10 @@ def read_config_file(config: HfModelConfig) -> ConfigFile:
     folder = Path(config.path).expanduser()
     file = folder / "config.json"
     if not folder.is_dir():
+        hub = f"; one of the Hugging Face Hub is downloaded first: hf download {config.path} --local-dir FOLDER"
         raise UserError(
             f"model.path={config.path}: no such folder; give one that save_pretrained of transformers made, or "
-            "of a run whose folder has moved, where it is now"
+            f"of a run whose folder has moved, where it is now{hub if _HUB_NAME.fullmatch(config.path) else ''}"
         )
     try:
         body = json.loads(read_regular(file, _MAX_BYTES, follow=True))
