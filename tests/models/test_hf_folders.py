@@ -89,6 +89,7 @@ def test_a_folder_without_a_config(tmp_path: Path) -> None:
         ("output_router_logits", True, "adds a loss of the router"),
         ("model_type", "lama", "model_type 'lama' is not one that transformers"),
         ("num_attention_heads", "four", "is not a configuration of a llama model"),
+        ("architectures", ["GemmaForConditionalGeneration"], "reads images or sound beside text, which is not trained"),
         ("vocab_size", 100, "its vocabulary of 100 is smaller than the 256 of data=stdlib"),
         ("max_position_embeddings", 8, "train.sequence_length=32: longer than the 8 positions"),
     ],

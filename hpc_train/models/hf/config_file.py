@@ -17,6 +17,7 @@ from hpc_train.config.model import HfModelConfig, ImageFilesDataConfig
 from hpc_train.errors import UserError
 from hpc_train.models.hf.families import Family, Task, find_family
 from hpc_train.regular_files import read_regular
+from hpc_train.terminal import one_line
 
 _MAX_BYTES = 16 << 20
 _MAX_TOKENIZER_BYTES = 256 << 20
@@ -163,6 +164,7 @@ def find_task(config: HfModelConfig, file: ConfigFile) -> Task:
     for name in named if isinstance(named, list) else []:
         for ending, task in _TASKS.items():
             if isinstance(name, str) and name.endswith(ending):
+                _check_encoder(file, name, task)
                 return task
     if file.family.tested:
         return file.family.task
@@ -170,6 +172,18 @@ def find_task(config: HfModelConfig, file: ConfigFile) -> Task:
         f"model.task=auto: {file.folder / 'config.json'} names no class with a task (architectures); give "
         f"model.task={'|'.join(dict.fromkeys(_TASKS.values()))}"
     )
+
+
+def _check_encoder(file: ConfigFile, name: str, task: Task) -> None:
+    """Raise UserError for a class that is named as an encoder-decoder, and is a decoder of text with other inputs."""
+    has_encoder = file.family.task == "seq2seq_lm" or file.body.get("is_encoder_decoder")
+    if task == "seq2seq_lm" and not has_encoder:
+        raise UserError(
+            one_line(
+                f"{file.folder / 'config.json'}: {name} reads images or sound beside text, which is not trained here; "
+                "give the folder of a model of text, or register one of your own with model=custom"
+            )
+        )
 
 
 def find_mask_token(config: HfModelConfig, file: ConfigFile) -> int:
