@@ -161,12 +161,11 @@ def explain_user_code(what: str) -> Iterator[None]:
 
 
 def accepts_argument(factory: Callable[..., Any], name: str) -> bool:
-    """Return whether a function has a parameter of this name, or takes any."""
+    """Return whether a function has a parameter of this name; one that takes any (**options) need not know it."""
     try:
-        parameters = inspect.signature(factory).parameters
+        return name in inspect.signature(factory).parameters
     except (TypeError, ValueError):
         return False
-    return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def suggest_name(word: str, names: Iterable[str]) -> str:

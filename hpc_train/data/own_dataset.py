@@ -99,6 +99,11 @@ def open_own_dataset(
     source = DATASETS.call(config.name, factory, config.args, **given)
     # torch's IterableDataset inherits a __getitem__ that only raises, and may have a length.
     if hasattr(source, "__getitem__") and isinstance(source, Sized) and not isinstance(source, IterableDataset):
+        if "dp_index" in given:
+            raise UserError(
+                f"data.name={config.name}: takes dp_index and dp_size, and returned a data set with an index, whose "
+                "samples are dealt to the ranks here; leave the two out, or return one with __iter__"
+            )
         return _cut_split(config, source, split, takes_split="split" in given)
     if not isinstance(source, Iterable):
         raise UserError(

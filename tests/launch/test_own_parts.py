@@ -132,6 +132,21 @@ def test_unknown_data_are_one_line(overrides: tuple[str, ...], says: str) -> Non
     assert str(caught.value).startswith(says)
 
 
+def test_a_data_set_that_takes_any_argument_is_cut_for_validation() -> None:
+    """It does not know the split, and would give the same samples for both."""
+    config = _config("data.name=tolerant", "+data.args.depth=3").data
+    train, validation = (open_own_dataset(config, split) for split in ("train", "validation"))  # type: ignore[arg-type]
+    assert not isinstance(train, OwnStream)
+    assert not isinstance(validation, OwnStream)
+    assert (len(train), len(validation)) == (30, 10)
+    assert train._source.options == {"depth": 3}
+
+
+def test_the_share_of_a_rank_is_not_dealt_again() -> None:
+    with pytest.raises(UserError, match="own_share: takes dp_index and dp_size, and returned a data set with an"):
+        open_own_dataset(_config("data.name=own_share").data, "train")  # type: ignore[arg-type]
+
+
 def _said(world: World, configs: dict[str, RunConfig]) -> dict[str, str]:
     said = {}
     for name, config in configs.items():
