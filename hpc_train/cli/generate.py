@@ -96,12 +96,13 @@ def _read_prompts(path: Path) -> list[str]:
     from hpc_train.regular_files import read_regular
 
     try:
-        text = read_regular(path.expanduser(), _MOST_PROMPT_BYTES, follow=True).decode()
+        text = read_regular(path.expanduser(), _MOST_PROMPT_BYTES, follow=True).decode("utf-8-sig")
     except OSError as error:
         raise UserError(f"--file {path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise UserError(f"--file {path}: is not text in UTF-8 (byte {error.start})") from error
-    prompts = [line for line in text.splitlines() if line.strip()]
+    # Not splitlines: a prompt may hold a form feed, or another end of a line that editors do not show as one.
+    prompts = [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
     if not prompts:
         raise UserError(f"--file {path}: has no prompt; write one per line")
     return prompts

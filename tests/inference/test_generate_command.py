@@ -88,6 +88,11 @@ def test_greedy_text_is_that_of_transformers(tmp_path: Path, kind: str, capsys: 
     assert lines == [{"prompt": prompt, "text": text} for prompt, text in zip(PROMPTS, wanted, strict=True)]
     assert main(["generate", str(run), "--prompt", PROMPTS[0], "--tokens", "20"]) == 0
     assert capsys.readouterr().out == f"{PROMPTS[0]}{wanted[0]}\n"
+    (tmp_path / "prompts").write_bytes(b"\xef\xbb\xbf" + "\r\n\n".join([*PROMPTS, "a\x0cb"]).encode())
+    assert main(["generate", str(run), "--file", str(tmp_path / "prompts"), "--tokens", "20", "--json"]) == 0
+    again = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert again[:3] == lines
+    assert [line["prompt"] for line in again[3:]] == ["a\x0cb"]
 
 
 def save_encoder_decoder(folder: Path) -> transformers.T5ForConditionalGeneration:
