@@ -28,7 +28,6 @@ from hpc_train.launch.slurm.time_limit import OUT_OF_TIME, SLURM_EARLY_SECONDS, 
 from hpc_train.launch.state.attempts import read_attempt
 from hpc_train.launch.state.run_facts import read_events
 from hpc_train.resilience.exclusion import (
-    EXCLUDE,
     HARDWARE,
     SOFTWARE,
     Strike,
@@ -37,6 +36,7 @@ from hpc_train.resilience.exclusion import (
     read_doubtful,
     read_strikes,
     select_valid,
+    write_requeue,
 )
 from hpc_train.resilience.incident import read_hang
 from hpc_train.resilience.restart import Action, Cause, Decision, Fault, History, Policy, decide_after_fault
@@ -45,7 +45,7 @@ from hpc_train.training.run_directory import RunDirectory
 
 RESTARTED = Action.RESTART.value
 """In a `restart` event: the ranks were started again in the same allocation."""
-DECISION, NEXT_NODES, REQUEUE_NODES = "decision", "next-nodes", "requeue-nodes"
+DECISION, NEXT_NODES = "decision", "next-nodes"
 _EXIT_CODES = {
     Action.RESTART: 0,
     Action.REQUEUE: EXIT_REQUEUE,
@@ -160,15 +160,12 @@ def _read_own_reason(fault: Fault, own: Mapping[str, Mapping[str, Any]]) -> Faul
 def fit_choice(config: RunConfig, folder: RunDirectory, wanted: int, choice: NodeChoice) -> NodeChoice:
     """Return what a requeue can ask Slurm for, and say in the log what it does without."""
     # Here, and below, as a restart in the same job does without what builds sbatch's options: it is waited for.
-    from hpc_train.launch.slurm.waiting_time import fit_requeue
+    from hpc_train.launch.slurm.waiting_time import fit_demand
 
-    nodes, exclude = fit_requeue(config, folder, wanted, choice.exclude)
-    spares = nodes - wanted
-    if spares < config.launch.spares:
-        print(f"hpc-train: asks for {spares} of {config.launch.spares} spare nodes: Slurm has no others", flush=True)
-    for host in choice.exclude[len(exclude) :]:
-        print(f"hpc-train: {host} is not left out: Slurm has too few other nodes", flush=True)
-    return replace(choice, exclude=exclude, requeue_nodes=nodes if config.launch.spares else 0)
+    demand = fit_demand(config, folder, wanted, choice.exclude)
+    for line in demand.concessions:
+        print(f"hpc-train: {line}", flush=True)
+    return replace(choice, exclude=demand.exclude, requeue_nodes=demand.nodes if config.launch.spares else 0)
 
 
 def choose_nodes(config: RunConfig, folder: RunDirectory, allocation: Allocation) -> NodeChoice:
@@ -218,9 +215,7 @@ def _record_decision(config: RunConfig, folder: RunDirectory, attempt: int, faul
 def _write_nodes(logs: Path, choice: NodeChoice) -> None:
     with suppress(OSError):
         (logs / NEXT_NODES).write_text(",".join(choice.start) + "\n")
-        (logs / EXCLUDE).write_text(",".join(choice.exclude) + "\n")
-        if choice.requeue_nodes:
-            (logs / REQUEUE_NODES).write_text(f"{choice.requeue_nodes}\n")
+    write_requeue(logs, choice.exclude, choice.requeue_nodes)
 
 
 def record_strikes(run: Path, attempt: int, fault: Fault, allocation: Allocation) -> None:

@@ -21,6 +21,7 @@ from hpc_train.launch.slurm.compact_nodes import ask_for_compact_nodes
 from hpc_train.launch.slurm.request import check_partition, make_request
 from hpc_train.launch.slurm.sbatch import submit_job
 from hpc_train.launch.slurm.slurm_cli import delay_signals, run_client
+from hpc_train.launch.slurm.waiting_time import fit_request
 from hpc_train.launch.snapshot.code_snapshot import PATHS_FILE, Snapshot
 from hpc_train.launch.state.job_state import decide_state
 from hpc_train.launch.state.run_facts import RunFacts, gather_facts
@@ -189,6 +190,7 @@ def _resume_run(candidate: ResumeCandidate, mode: str, context: _ResumeContext) 
     folder, config = spec.folder(), spec.run_config()
     request = make_request(config, folder, load_snapshot(spec))
     check_partition(config, request, run_client)
+    request = fit_request(config, folder, request, context.output.report, run_client)
     request = ask_for_compact_nodes(config, request, context.output.report, run_client)
     with delay_signals():
         jobs = submit_job(folder, request.with_hold() if mode == FORCE else request)

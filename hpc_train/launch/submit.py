@@ -24,6 +24,7 @@ from hpc_train.launch.slurm.compact_nodes import ask_for_compact_nodes
 from hpc_train.launch.slurm.request import JobRequest, check_partition, make_request, node_count
 from hpc_train.launch.slurm.sbatch import render_script, submit_job
 from hpc_train.launch.slurm.slurm_cli import RunClient, delay_signals, run_client
+from hpc_train.launch.slurm.waiting_time import fit_request
 from hpc_train.launch.snapshot.code_snapshot import remove_unused_snapshots, snapshot_code
 from hpc_train.launch.state.job_state import decide_state
 from hpc_train.launch.state.run_facts import gather_facts
@@ -88,6 +89,7 @@ def submit_run(
         refuse_unfinished_job(folder.path, run_client)
         with code.stored_for(folder.path) if code else nullcontext():
             freeze_run(config, ranks, report, folder, why, code)
+            request = fit_request(config, folder, request, report, run_client)
             request = ask_for_compact_nodes(config, request, report, run_client)
             jobs = submit_job(folder, request)
             record_submission(folder, request, jobs)

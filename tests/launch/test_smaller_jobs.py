@@ -17,8 +17,9 @@ from hpc_train.errors import UserError
 from hpc_train.launch.elastic import check_elastic, find_smaller_size, shrink_config
 from hpc_train.launch.restarting import Allocation, choose_nodes
 from hpc_train.launch.slurm.slurm_cli import Answer
-from hpc_train.launch.slurm.waiting_time import estimate_wait, fit_requeue
+from hpc_train.launch.slurm.waiting_time import NodeDemand, estimate_wait, fit_demand
 from hpc_train.launch.submit import default_to_slurm
+from hpc_train.resilience.exclusion import HARDWARE, Strike, append_strike
 from hpc_train.training.run_directory import RunDirectory
 
 
@@ -124,7 +125,7 @@ def test_what_slurm_says_of_the_missing_nodes(answer: Answer, seconds: float | N
     config = elastic("launch.partition=long", "launch.time_minutes=30", "launch.exclude=n9")
     found = estimate_wait(config, RunDirectory(tmp_path, tmp_path / "c"), 2, ["n1", "n2"], ask)
     assert found == (None if seconds is None else pytest.approx(seconds, abs=5))
-    assert {"--nodes=2", "--exclude=n1,n2,n9", "--partition=long", "--time=30"} <= set(asked)
+    assert {"--nodes=2", "--exclude=n9,n1,n2", "--partition=long", "--time=30"} <= set(asked)
 
 
 @pytest.mark.parametrize("seconds", [-3600, 3600])
@@ -148,25 +149,32 @@ def test_a_wait_is_measured_by_the_clock_that_slurm_answers_by(
         (5, 1, ["n5"], (4, ["n5"])),
         (6, 2, ["n5", "n6"], (4, ["n5", "n6"])),
         (5, 2, ["n5", "n6"], (4, ["n5"])),
-        (4, 0, ["n4"], (4, ())),
-        (2, 1, ["n4"], (5, ())),
-        (2, 1, [], (5, ())),
+        (4, 0, ["n4"], (4, [])),
+        (4, 1, ["n4"], (4, [])),
+        (2, 1, ["n4"], (5, [])),
+        (2, 1, [], (5, [])),
     ],
 )
 def test_a_requeue_asks_for_no_more_than_slurm_has(
     up: int, spares: int, exclude: list[str], expected: tuple[int, Sequence[str]], tmp_path: Path
 ) -> None:
+    folder = RunDirectory(tmp_path, tmp_path / "c")
+    for host in exclude:  # recorded before the decision, and still given up in it
+        append_strike(folder.path, Strike(host, HARDWARE, "does not answer", 0))
+
     def ask(command: Sequence[str]) -> Answer:
         words = dict(word.partition("=")[::2] for word in command)
-        if int(words["--nodes"]) > up - len(words["--exclude"].split(",")):
+        if int(words["--nodes"]) > up - len([host for host in words.get("--exclude", "").split(",") if host]):
             return Answer(1, err="allocation failure: Requested node configuration is not available")
         return Answer(0, err="sbatch: Job 9 to start at 2026-11-23T21:38:37 using 4 processors on nodes n[1-4]")
 
     config = elastic(f"launch.spares={spares}", least=0)
-    assert fit_requeue(config, RunDirectory(tmp_path, tmp_path / "c"), 4, exclude, ask) == expected
+    demand = fit_demand(config, folder, 4, exclude, ask)
+    assert (demand.nodes, list(demand.exclude)) == expected
+    assert len(demand.concessions) == (demand.nodes < 4 + spares) + len(exclude) - len(demand.exclude)
 
 
 def test_a_requeue_keeps_its_exclusions_where_slurm_cannot_be_asked(tmp_path: Path) -> None:
     config, folder = elastic("launch.spares=1", least=0), RunDirectory(tmp_path, tmp_path / "c")
     answer = Answer(124, err="sbatch gave no answer within 30 s")
-    assert fit_requeue(config, folder, 4, ["n2"], lambda command: answer) == (5, ["n2"])
+    assert fit_demand(config, folder, 4, ["n2"], lambda command: answer) == NodeDemand(5, ["n2"])

@@ -77,6 +77,12 @@ class JobRequest:
         parameters = {**self.parameters, "dependency": ",".join(more), "additional_parameters": extra}
         return replace(self, parameters=parameters)
 
+    def for_nodes(self, nodes: int, exclude: str) -> JobRequest:
+        """Return this request for another number of nodes, spares included, on none of the host list `exclude`."""
+        parameters = {name: value for name, value in self.parameters.items() if name != "exclude"}
+        left_out = {"exclude": exclude} if exclude else {}
+        return replace(self, spares=nodes - self.nodes, parameters={**parameters, **left_out, "nodes": nodes})
+
     def with_hold(self) -> JobRequest:
         """Return this request, to start only when it is released."""
         extra = {**self.parameters["additional_parameters"], "hold": True}
@@ -106,7 +112,7 @@ def make_request(config: RunConfig, folder: RunDirectory, code: Snapshot | None 
     Raises UserError for what the cluster cannot give, and for values that cannot be quoted.
     """
     nodes, per_node = node_count(config), config.cluster.ranks_per_node
-    options = sbatch_options(config, folder)
+    options = sbatch_options(config, folder, list_nodes_to_exclude(config, folder))
     container = make_container(config, folder, code.path if code else None)
     options["setup"] = [
         *batch_script.lines_before_ranks(config, folder, nodes, code.python_path if code else ()),
@@ -120,14 +126,19 @@ def make_request(config: RunConfig, folder: RunDirectory, code: Snapshot | None 
     )
 
 
-def sbatch_options(config: RunConfig, folder: RunDirectory) -> dict[str, Any]:
+def list_nodes_to_exclude(config: RunConfig, folder: RunDirectory) -> list[str]:
+    """Return the nodes that a job of this run leaves out because of strikes in earlier jobs, the worst first."""
+    return choose_excluded(read_strikes(folder.path), node_count(config)) if config.resilience.act else []
+
+
+def sbatch_options(config: RunConfig, folder: RunDirectory, excluded: Sequence[str] = ()) -> dict[str, Any]:
     """Return everything for sbatch but the script, as parameters of submitit's executor.
 
-    Raises UserError as make_request.
+    excluded: nodes to leave out in addition to launch.exclude. Raises UserError as make_request.
     """
     _check_time(config)
     _check_options(config.launch.extra)
-    options = _resource_options(config, folder, node_count(config), config.cluster.ranks_per_node)
+    options = _resource_options(config, folder, excluded)
     _check_characters(config, folder, options)
     return options
 
@@ -157,20 +168,24 @@ def _check_characters(config: RunConfig, folder: RunDirectory, options: dict[str
             raise UserError(f"{name.replace('job_name', 'name')}: {value!r} has a control character; leave it out")
 
 
-def _resource_options(config: RunConfig, folder: RunDirectory, nodes: int, per_node: int) -> dict[str, Any]:
+def join_excluded(config: RunConfig, excluded: Sequence[str]) -> str:
+    """Return the value of sbatch's --exclude: launch.exclude and these nodes; "" for none."""
+    return ",".join(filter(None, [config.launch.exclude, *excluded]))
+
+
+def _resource_options(config: RunConfig, folder: RunDirectory, excluded: Sequence[str]) -> dict[str, Any]:
     launch, site, node = config.launch, config.cluster.slurm, config.cluster.node
-    excluded = choose_excluded(read_strikes(folder.path), nodes) if config.resilience.act else []
     options = {
         "job_name": _job_name(config, folder),
         "time": launch.time_minutes,
-        "nodes": nodes + launch.spares,
-        "ntasks_per_node": per_node,
+        "nodes": node_count(config) + launch.spares,
+        "ntasks_per_node": config.cluster.ranks_per_node,
         "cpus_per_task": batch_script.cpus_per_rank(config),
         "partition": launch.partition or site.partition,
         "constraint": launch.constraint or site.constraint,
         "account": launch.account,
         "qos": launch.qos,
-        "exclude": ",".join(filter(None, [launch.exclude, *excluded])) or None,
+        "exclude": join_excluded(config, excluded) or None,
         "mem": f"{round(launch.memory_gib * 1024)}M" if launch.memory_gib else None,
         "exclusive": True if site.exclusive else None,
         "gpus_per_node": node.gpus if node.gpus and site.gpu_request == "gpus_per_node" else None,

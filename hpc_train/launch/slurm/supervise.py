@@ -111,7 +111,7 @@ class Supervisor:
         runs = int(os.environ.get("SLURM_RESTART_COUNT", "0")) + 1
         self._may_run_again = runs < launch["max_attempts"] or launch["chain"] > 1
         self._probe = NodeProbe(lambda host: start_probe(host, self._nodes))
-        self._growth = GrowthCheck(self._run, self._nodes, float(resilience["elastic"]["grow_seconds"]))
+        self._growth = GrowthCheck(logs, self._nodes, float(resilience["elastic"]["grow_seconds"]))
         ranks = count_ranks_per_node(read_json(self._run / "job.json"))
         # Ranks are known by task here: a rank map exists only once they have met.
         hosts = list_task_hosts(self._nodes, [ranks] * len(self._nodes), os.environ)

@@ -1,7 +1,7 @@
-"""Ask Slurm when it could give a run its missing nodes, and which nodes a requeued job can leave out.
+"""Ask Slurm when it could give a run its missing nodes, and how many nodes a job can ask for and which leave out.
 
 The supervisor of a job with fewer nodes than its run runs this module from time to time
-(`python -m hpc_train.launch.slurm.waiting_time RUN NODES`); exit code 0 says that they are free.
+(`python -m hpc_train.launch.slurm.waiting_time LOGS NODES`); exit code 0 says that they are free.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from hpc_train.config.run import RunConfig
+from hpc_train.launch.command_output import Report
 from hpc_train.launch.job_spec import read_spec
-from hpc_train.launch.slurm.request import sbatch_options
+from hpc_train.launch.slurm.request import JobRequest, join_excluded, list_nodes_to_exclude, sbatch_options
 from hpc_train.launch.slurm.slurm_cli import Answer, RunClient, run_client
-from hpc_train.resilience.exclusion import choose_excluded, read_strikes
+from hpc_train.resilience.exclusion import choose_excluded, read_strikes, write_requeue
 from hpc_train.training.run_directory import RunDirectory
 
 _START = re.compile(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
@@ -48,44 +50,94 @@ def _read_controller_clock(ask: RunClient) -> float:
     return datetime.fromisoformat(clock[1]).timestamp() if clock else time.time()
 
 
-def fit_requeue(
+@dataclass(frozen=True)
+class NodeDemand:
+    """The nodes that a job asks Slurm for."""
+
+    nodes: int
+    """Number of nodes, spares included."""
+    exclude: Sequence[str]
+    """Nodes that it leaves out, the worst first."""
+    concessions: tuple[str, ...] = ()
+    """What it does without, as Slurm has too few nodes: a line for each."""
+
+
+def fit_demand(
     config: RunConfig, folder: RunDirectory, wanted: int, exclude: Sequence[str], ask: RunClient = run_client
-) -> tuple[int, Sequence[str]]:
-    """Return how many nodes a job that goes back to the queue asks for, and which nodes it leaves out.
+) -> NodeDemand:
+    """Return how many nodes a job of this run asks for, and which it leaves out, so that Slurm can ever start it.
 
     Slurm takes an exclusion after which too few nodes are left, and the job then waits with the reason BadConstraints
-    until somebody changes it. So spare nodes are given up first, and exclusions after them.
+    until somebody changes it. So spare nodes are given up first, and exclusions after them. Slurm is not asked
+    about a job that leaves out no node. If too few nodes are up even so, the job asks for all of them, and waits.
 
     wanted: nodes that the ranks need. exclude: nodes to leave out, the worst first.
     """
     full = wanted + config.launch.spares
-    for left in range(len(exclude), 0, -1):
+    if not exclude:
+        return NodeDemand(full, ())
+    for left in range(len(exclude), -1, -1):
         for nodes in range(full, wanted - 1, -1):
             if not _NOT_ENOUGH.search(_test_job(config, folder, nodes, exclude[:left], ask).err):
-                return nodes, exclude[:left]
-    return full, ()
+                return NodeDemand(nodes, exclude[:left], _describe_concessions(config, wanted, nodes, exclude[left:]))
+    return NodeDemand(full, (), _describe_concessions(config, wanted, full, exclude))
+
+
+def _describe_concessions(config: RunConfig, wanted: int, nodes: int, included: Sequence[str]) -> tuple[str, ...]:
+    """Describe what a job does without. wanted: nodes of the ranks. included: nodes that it would rather leave out."""
+    spares, asked = nodes - wanted, config.launch.spares
+    fewer = [f"asks for {spares} of {asked} spare nodes: Slurm has no others"] if spares < asked else []
+    return (*fewer, *(f"{host} is not left out: Slurm has too few other nodes" for host in included))
+
+
+def fit_request(
+    config: RunConfig, folder: RunDirectory, request: JobRequest, report: Report, ask: RunClient
+) -> JobRequest:
+    """Return the request of a run that leaves out nodes as one that Slurm can ever start; see fit_demand.
+
+    report: gets a line for each thing that the job does without. Slurm is asked only where the run has strikes against
+    nodes.
+    """
+    excluded = list_nodes_to_exclude(config, folder)
+    if not excluded:
+        return request
+    demand = fit_demand(config, folder, request.nodes, excluded, ask)
+    for line in demand.concessions:
+        report(line)
+    return request.for_nodes(demand.nodes, join_excluded(config, demand.exclude))
 
 
 def _test_job(config: RunConfig, folder: RunDirectory, nodes: int, exclude: Iterable[str], ask: RunClient) -> Answer:
     """Ask Slurm, by sbatch --test-only, when a job like this run's with that many nodes would start."""
-    options = sbatch_options(config, folder)
-    names = ("partition", "constraint", "account", "qos", "mem", "gres", "gpus_per_node", "ntasks_per_node")
-    words = [f"--{name.replace('_', '-')}={options[name]}" for name in (*names, "cpus_per_task") if name in options]
+    options = sbatch_options(config, folder, sorted(set(exclude)))
+    names = ["partition", "constraint", "account", "qos", "mem", "gres", "gpus_per_node", "ntasks_per_node"]
+    names += ["cpus_per_task", "exclude"]
+    words = [f"--{name.replace('_', '-')}={options[name]}" for name in names if name in options]
     words += ["--exclusive"] if options.get("exclusive") else []
     words += [f"--reservation={config.launch.reservation}"] if config.launch.reservation else []
-    out = ",".join(sorted({*exclude, *filter(None, [options.get("exclude")])}))
-    where = [f"--nodes={nodes}", f"--time={config.launch.time_minutes}", *([f"--exclude={out}"] if out else [])]
-    return ask(["sbatch", "--test-only", *where, *words, "--wrap=true"])
+    size = [f"--nodes={nodes}", f"--time={config.launch.time_minutes}"]
+    return ask(["sbatch", "--test-only", *size, *words, "--wrap=true"])
 
 
-def main(run: str, names: str) -> int:
-    """Return 0 if Slurm could start on the nodes that this run lacks at once, else 1. names: the nodes that it has."""
-    spec = read_spec(Path(run) / "job.json")
-    config, nodes = spec.run_config(), names.split(",")
+def main(logs: str, names: str) -> int:
+    """Return 0 if Slurm could start on the nodes that this run lacks at once, else 1.
+
+    logs: log directory of the attempt; what a requeue for all nodes then asks for is written there. names: the nodes
+    that the run has.
+    """
+    run, nodes = Path(logs).parents[1], names.split(",")
+    spec = read_spec(run / "job.json")
+    config, folder = spec.run_config(), spec.folder()
     wanted = spec.ranks // config.cluster.ranks_per_node
-    exclude = [*nodes, *choose_excluded(read_strikes(Path(run)), wanted)]
-    seconds = estimate_wait(config, spec.folder(), wanted - len(nodes), exclude)
-    return 0 if seconds is not None and seconds <= _FREE_SECONDS else 1
+    excluded = choose_excluded(read_strikes(run), wanted)
+    seconds = estimate_wait(config, folder, wanted - len(nodes), [*nodes, *excluded])
+    if seconds is None or seconds > _FREE_SECONDS:
+        return 1
+    demand = fit_demand(config, folder, wanted, excluded)
+    for line in demand.concessions:
+        print(f"hpc-train: {line}", flush=True)
+    write_requeue(Path(logs), demand.exclude, demand.nodes if config.launch.spares else 0)
+    return 0
 
 
 if __name__ == "__main__":
