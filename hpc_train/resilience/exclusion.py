@@ -19,8 +19,9 @@ from hpc_train.regular_files import append_line, parse_json_object, read_text, w
 
 NODES = "nodes.jsonl"
 """File in a run directory, to which strikes are appended."""
-EXCLUDE = "exclude"
-"""File in an attempt's log directory: the nodes that a requeue leaves out. The batch script reads it."""
+EXCLUDE, REQUEUE_NODES = "exclude", "requeue-nodes"
+"""Files in an attempt's log directory: the nodes that a requeue leaves out, and how many it asks for. The batch script
+reads them."""
 DOUBTFUL = "doubtful-nodes"
 """File in an attempt's log directory: spare nodes that did not answer when other nodes were lost."""
 HARDWARE, SOFTWARE = 2, 1
@@ -83,18 +84,30 @@ def select_valid(strikes: Iterable[Strike], now: float | None = None) -> list[St
 
 
 def choose_excluded(strikes: Iterable[Strike], nodes: int, now: float | None = None) -> list[str]:
-    """Return the nodes to leave out, the worst first.
+    """Return the nodes to leave out, the worst first; of equal ones that with the latest strike.
 
-    nodes: of the run; at most one node in twenty of them, and at least one, is left out. now: seconds since 1970.
+    strikes: in the order in which they were recorded, which no clock that is set can change. nodes: of the run; at most
+    one node in twenty of them, and at least one, is left out. now: seconds since 1970.
     """
     score: dict[str, int] = {}
-    latest: dict[str, float] = {}
-    for strike in select_valid(strikes, now):
+    latest: dict[str, int] = {}
+    for number, strike in enumerate(select_valid(strikes, now)):
         score[strike.host] = score.get(strike.host, 0) + strike.weight
-        latest[strike.host] = max(strike.time, latest.get(strike.host, 0.0))
+        latest[strike.host] = number
     bad = [host for host, sum_of_weights in score.items() if sum_of_weights >= SCORE_TO_EXCLUDE]
     bad.sort(key=lambda host: (score[host], latest[host]), reverse=True)
     return bad[: max(1, int(_LARGEST_SHARE * nodes))]
+
+
+def write_requeue(logs: Path, exclude: Iterable[str], nodes: int = 0) -> None:
+    """Write what a requeue of the job changes; the batch script changes nothing where the disk is full.
+
+    exclude: nodes that it leaves out. nodes: number of nodes that it asks for, spares included; 0: as many as before.
+    """
+    with suppress(OSError):
+        (logs / EXCLUDE).write_text(",".join(exclude) + "\n")
+        if nodes:
+            (logs / REQUEUE_NODES).write_text(f"{nodes}\n")
 
 
 def write_doubtful(logs: Path, hosts: Iterable[str]) -> None:

@@ -10,6 +10,9 @@ from typing import cast
 import pytest
 
 from hpc_train.config.compose import compose
+from hpc_train.resilience.deadlines import HangLimits
+from hpc_train.resilience.heartbeat import Heartbeat, Phase, remove_entries
+from hpc_train.resilience.watch import NodeWatch, find_hang
 from hpc_train.runtime.preemption import Preemption
 from hpc_train.training.records.rank_log import RankLog
 from hpc_train.training.records.run_records import append_event, read_first_failure, record_failure
@@ -70,3 +73,20 @@ def test_a_loop_of_ones_own_stops_before_the_limit_whatever_the_clock_says(monke
     monkeypatch.setattr("time.monotonic", lambda: later)
     assert preemption.should_stop()
     assert preemption.reason == "time limit"
+
+
+@pytest.mark.parametrize("seconds", [3600, -3600])
+def test_ranks_do_not_hang_because_a_clock_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    heartbeat = Heartbeat(tmp_path, 0)
+    try:
+        heartbeat.enter(Phase.STEP, 3)
+        watch = NodeWatch(tmp_path, HangLimits(step=1.0, first_step=1.0))
+        watch.look()
+        set_clock(monkeypatch, seconds)
+        (view,) = watch.look()
+        assert view.silent < 1
+        assert find_hang([view]) is None
+    finally:
+        remove_entries(tmp_path)

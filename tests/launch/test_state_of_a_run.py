@@ -218,6 +218,20 @@ def test_an_old_submission_does_not_speak_for_a_new_one(run: Run) -> None:
     assert (status.job_id, status.state, status.attempt) == ("13", "PENDING", None)
 
 
+def test_a_clock_that_is_set_back_an_hour_does_not_bring_an_old_submission_back(run: Run) -> None:
+    run.event("submit", -1, 4000.0, job_id="12").event("start", 0, 4010.0, step=0, steps=9)
+    run.attempt(0, "12", FAILED, time=4005.0).event("submit", -1, 500.0, job_id="13")
+    status = state(run, "12|12|FAILED|node1|None", "13|13|PENDING||Resources")
+    assert (status.job_id, status.state, status.attempt) == ("13", "PENDING", None)
+
+
+def test_a_node_whose_clock_is_an_hour_ahead_does_not_hide_a_new_submission(run: Run) -> None:
+    run.event("submit", -1, 400.0, job_id="12").event("start", 0, 4010.0, step=0, steps=9)
+    run.attempt(0, "12", FAILED, time=4005.0).event("submit", -1, 500.0, job_id="13")
+    status = state(run, "12|12|FAILED|node1|None", "13|13|PENDING||Resources")
+    assert (status.job_id, status.state, status.attempt) == ("13", "PENDING", None)
+
+
 @pytest.mark.parametrize(
     ("lines", "job", "word"),
     [

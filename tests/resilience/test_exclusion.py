@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
@@ -41,14 +40,18 @@ def test_a_strike_is_forgotten_after_a_day() -> None:
 
 @pytest.mark.parametrize(("nodes", "most"), [(1, 1), (2, 1), (39, 1), (40, 2), (1000, 50)])
 def test_no_more_than_one_node_in_twenty_is_left_out(nodes: int, most: int) -> None:
-    strikes = [strike(f"n{index}", HARDWARE, index) for index in range(100)]
-    random.Random(0).shuffle(strikes)
+    strikes = [strike(f"n{index}", HARDWARE, index) for index in reversed(range(100))]
     assert choose_excluded(strikes, nodes, NOW) == [f"n{index}" for index in range(most)]
 
 
 def test_the_worst_node_comes_first() -> None:
     strikes = [strike("new", HARDWARE), strike("bad", HARDWARE, 9), strike("bad", SOFTWARE, 8)]
     assert choose_excluded(strikes, 2, NOW) == ["bad"]
+
+
+def test_of_equal_nodes_the_one_with_the_latest_strike_comes_first_also_where_the_clock_was_set_back() -> None:
+    strikes = [strike("before", HARDWARE, -3600), strike("after", HARDWARE)]
+    assert choose_excluded(strikes, 2, NOW) == ["after"]
 
 
 def test_strikes_are_read_back_and_damage_is_passed_over(tmp_path: Path) -> None:

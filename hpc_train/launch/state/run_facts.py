@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -86,7 +87,7 @@ def _is_over(record: JobRecord | None) -> bool:
 def read_files(point: RunPoint) -> RunFacts:
     """Read the facts that the run itself has left."""
     attempts = read_attempts(point.run)
-    events = sorted([*point.events, *read_events(point.run)], key=lambda event: float(event["time"]))
+    events = _merge_events(point.events, read_events(point.run))
     facts = RunFacts(point, attempts, _find_latest_jobs(attempts, events))
     if (newest := facts.newest) is None:
         pool = point.placed
@@ -133,21 +134,43 @@ def read_events(run: Path) -> list[dict[str, Any]]:
     return events
 
 
+def _merge_events(of_sweep: Iterable[dict[str, Any]], of_run: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Merge what a sweep's ledger says of a run into the run's events, whose order stays as it was written.
+
+    Clocks differ between machines and may be set, so that times alone could put a submission before an older one.
+    """
+
+    def read_time(event: dict[str, Any]) -> float:
+        return float(event["time"])
+
+    return list(heapq.merge(sorted(of_sweep, key=read_time), of_run, key=read_time))
+
+
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float)
 
 
-def _find_latest_jobs(attempts: Sequence[Attempt], events: Iterable[dict[str, Any]]) -> tuple[str, ...]:
+def _find_latest_jobs(attempts: Sequence[Attempt], events: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     """Return the jobs of the last submission, or of what has begun to run here since."""
-    submits = [event for event in events if event["event"] == "submit"]
-    last = submits[-1] if submits else None
+    submits = [number for number, event in enumerate(events) if event["event"] == "submit"]
+    last = events[submits[-1]] if submits else None
     jobs = tuple(str(job) for job in last.get("job_ids") or [last["job_id"]]) if last else ()
     begun = attempts[-1].begun if attempts else None
     if begun is None or begun.job_id in jobs:
         return jobs
-    if last is not None and last["time"] > begun.time:
+    if submits and _is_submitted_after(attempts[-1].number, begun.time, events, submits[-1]):
         return jobs
     return (begun.job_id,) if begun.job_id else ()
+
+
+def _is_submitted_after(attempt: int, begun: float, events: Sequence[dict[str, Any]], submit: int) -> bool:
+    """Return whether a submission came after the begin of an attempt.
+
+    begun: seconds since 1970. submit: position of the submission in `events`. The order of the events decides; an
+    attempt that has left none is compared by the clocks of the two machines.
+    """
+    of_attempt = [number for number, event in enumerate(events) if event["attempt"] == attempt]
+    return of_attempt[0] < submit if of_attempt else bool(events[submit]["time"] > begun)
 
 
 def _was_cancelled(jobs: Sequence[str], newest: Attempt | None, events: Iterable[dict[str, Any]]) -> bool:
