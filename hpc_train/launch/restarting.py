@@ -21,6 +21,7 @@ from typing import Any
 from hpc_train.cluster.hostlist import expand_hostlist
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_REQUEUE, EXIT_USER_ERROR
+from hpc_train.launch.crashing_checkpoints import FailedLoad, list_unmarked_steps, respond_to_failed_load
 from hpc_train.launch.elastic import find_smaller_size
 from hpc_train.launch.failures import EXIT_CODES, FirstError, find_first_error
 from hpc_train.launch.job_spec import read_spec
@@ -39,6 +40,7 @@ from hpc_train.resilience.exclusion import (
     write_requeue,
 )
 from hpc_train.resilience.incident import read_hang
+from hpc_train.resilience.load_history import LOADING
 from hpc_train.resilience.restart import Action, Cause, Decision, Fault, History, Policy, decide_after_fault
 from hpc_train.training.records.run_records import REQUEUE_MARKER, append_event, read_first_failure
 from hpc_train.training.run_directory import RunDirectory
@@ -103,12 +105,16 @@ def decide_after_failure(
 
     code: of the attempt. first_attempt: of those that were started by the same command or submission.
     """
-    logs, events, saved = folder.logs(attempt), read_events(folder.path), find_newest_step(folder)
-    cancelled = any(event["event"] == "cancel" and event["attempt"] == attempt for event in events)
-    own = {event["event"]: event for event in events if event["attempt"] == attempt}
+    logs, events = folder.logs(attempt), read_events(folder.path)
+    latest = {event["event"]: event for event in events if event["attempt"] == attempt}
+    cancelled = "cancel" in latest
     fault = Fault(Cause.CANCELLED) if cancelled else find_fault(logs, code, _list_lost_in(logs, allocation.lost))
-    fault = _read_own_reason(fault, own)
-    record_strikes(folder.path, attempt, fault, allocation)
+    fault = _read_reason_of_ranks(fault, latest)
+    failed_load = respond_to_failed_load(config, folder, attempt, fault, events, first_attempt)
+    saved = max(list_unmarked_steps(folder), default=None)
+    # A checkpoint that is passed over is to blame, and not the node on which the ranks that loaded it died.
+    at_fault = Fault(Cause.CHECKPOINT) if failed_load is not None and failed_load.passed_over else fault
+    record_strikes(folder.path, attempt, at_fault, allocation)
     choice = choose_nodes(config, folder, allocation) if allocation.nodes else None
     fewer = choice is not None and 0 < len(choice.start) < allocation.wanted
     policy = Policy(
@@ -119,12 +125,15 @@ def decide_after_failure(
         allocation.can_requeue,
         "in the next job of the chain" if config.launch.chain > 1 else "by a requeue",
         allocation.enough_time,
-        "signal" in own or (logs / REQUEUE_MARKER).exists(),
+        "signal" in latest or (logs / REQUEUE_MARKER).exists(),
+        failed_load is not None and failed_load.may_load_again,
     )
     history = read_history(events, attempt, first_attempt, saved)
     decision = decide_after_fault(fault, history, saved, policy)
-    if not {"restart", "gave_up"} & own.keys():
-        _record_decision(config, folder, attempt, fault, decision)
+    if failed_load is not None and failed_load.why:
+        decision = replace(decision, why=f"{failed_load.why}; {decision.why}")
+    if not {"restart", "gave_up"} & latest.keys():
+        _record_decision(config, folder, attempt, fault, decision, failed_load)
     if choice is not None and decision.action is Action.REQUEUE and config.resilience.act:
         choice = fit_choice(config, folder, allocation.wanted, choice)
     if choice is not None and config.resilience.act:
@@ -142,19 +151,19 @@ def _list_lost_in(logs: Path, lost: Sequence[str]) -> list[str]:
     return [host for host in lost if host in nodes]
 
 
-def _read_own_reason(fault: Fault, own: Mapping[str, Mapping[str, Any]]) -> Fault:
+def _read_reason_of_ranks(fault: Fault, latest: Mapping[str, Mapping[str, Any]]) -> Fault:
     """Return the fault for which ranks ended the attempt themselves, and said so in an event; else the same fault.
 
-    own: the newest event of each kind of the attempt.
+    latest: the newest event of each kind of the attempt.
     """
-    if fault.cause is Cause.INCOMPLETE and "rollback" in own:
+    if fault.cause is Cause.INCOMPLETE and "rollback" in latest:
         return Fault(Cause.NUMBERS)
-    if fault.cause is Cause.INCOMPLETE and "disagree" in own:
-        hosts = own["disagree"]["hosts"]
-        return Fault(Cause.DISAGREE, str(hosts[0]) if len(hosts) == 1 else "", str(own["disagree"]["why"]))
-    if fault.cause is Cause.INCOMPLETE and "slow_node" in own:
-        return Fault(Cause.SLOW_NODE, str(own["slow_node"]["hosts"][0]), str(own["slow_node"]["why"]))
-    return Fault(Cause.STOPPED) if fault.cause is Cause.REFUSED and "signal" in own else fault
+    if fault.cause is Cause.INCOMPLETE and "disagree" in latest:
+        hosts = latest["disagree"]["hosts"]
+        return Fault(Cause.DISAGREE, str(hosts[0]) if len(hosts) == 1 else "", str(latest["disagree"]["why"]))
+    if fault.cause is Cause.INCOMPLETE and "slow_node" in latest:
+        return Fault(Cause.SLOW_NODE, str(latest["slow_node"]["hosts"][0]), str(latest["slow_node"]["why"]))
+    return Fault(Cause.STOPPED) if fault.cause is Cause.REFUSED and "signal" in latest else fault
 
 
 def fit_choice(config: RunConfig, folder: RunDirectory, wanted: int, choice: NodeChoice) -> NodeChoice:
@@ -203,9 +212,17 @@ def decide_on_this_machine(config: RunConfig, folder: RunDirectory, attempt: int
     return decision if config.resilience.act else Decision(Action.END, "")
 
 
-def _record_decision(config: RunConfig, folder: RunDirectory, attempt: int, fault: Fault, decision: Decision) -> None:
+def _record_decision(
+    config: RunConfig,
+    folder: RunDirectory,
+    attempt: int,
+    fault: Fault,
+    decision: Decision,
+    failed_load: FailedLoad | None,
+) -> None:
     acted = decision.action.value if config.resilience.act else "left alone: resilience.act=false"
-    what = {"cause": fault.cause.value, "signature": fault.signature, "host": fault.host, "why": decision.why}
+    what: dict[str, Any] = {"cause": fault.cause.value, "signature": fault.signature, "host": fault.host}
+    what |= {"why": decision.why, **({LOADING: failed_load.step} if failed_load is not None else {})}
     if decision.goes_on:
         append_event(folder.events, "restart", attempt, action=acted, **what)
     elif decision.action is Action.GIVE_UP:
@@ -256,13 +273,6 @@ def _find_full_name(host: str, nodes: Iterable[str]) -> str | None:
     """Return the node that a host name means: Slurm's names may be shorter than those that the hosts give."""
     short = host.partition(".")[0]
     return next((node for node in nodes if node == host or node.partition(".")[0] == short), None)
-
-
-def find_newest_step(folder: RunDirectory) -> int | None:
-    """Return the newest committed checkpoint step that is not marked bad; None if there is none."""
-    return max(
-        (step for step in folder.steps() if not (folder.checkpoints / f"step-{step}/bad").exists()), default=None
-    )
 
 
 def find_fault(logs: Path, code: int, lost: Sequence[str] = ()) -> Fault:

@@ -3,8 +3,8 @@
 A killed process, a hanging rank or a silent node may not happen again, so the run is restarted, up to
 `resilience.restarts` times in a row without a newer checkpoint. The same fault three times in a row at the same place
 is not an accident: then the run ends and says why. An exception of the program will occur again at the same place
-unless something has changed, so it is retried only if the attempt has saved a checkpoint. An error that the user has to
-fix is never retried, nor is a run that reached its end with a bad result.
+unless something has changed, so it is retried only if the attempt has saved a checkpoint, or if it came while the ranks
+loaded one. An error that the user has to fix is never retried, nor is a run that reached its end with a bad result.
 """
 
 from __future__ import annotations
@@ -128,6 +128,8 @@ class Policy:
     """Whether the job is not about to be asked to stop before its time limit."""
     stopping: bool = False
     """Whether the ranks failed while they stopped on purpose: they do not start again in a job that has to end."""
+    may_load_again: bool = False
+    """Whether the ranks died while they loaded a checkpoint, and are to load it once more, or an older one."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,8 @@ def decide_after_fault(fault: Fault, history: History, saved: int | None, policy
         why = f"{used} restarts in a row brought no newer checkpoint (resilience.restarts={policy.restarts})"
         return Decision(Action.GIVE_UP, why)
     # An exception at the same step with the same data: computing it again gives the same exception.
-    if fault.cause not in _MAY_NOT_COME_AGAIN and not advanced and not policy.stopping:
+    would_come_again = fault.cause not in _MAY_NOT_COME_AGAIN and not policy.may_load_again
+    if would_come_again and not advanced and not policy.stopping:
         return Decision(Action.END, "the same would come again: no checkpoint was saved since the last start")
     place = f"from step {saved}" if saved is not None else "from the beginning"
     count = f"restart {used + 1} of {policy.restarts} without a newer save"

@@ -11,6 +11,7 @@ from hpc_train.data.datasets import Dataset
 from hpc_train.data.own_dataset import OwnStream
 from hpc_train.errors import UserError
 from hpc_train.interfaces import Engine, World
+from hpc_train.resilience.load_history import end_load, note_load, read_passed_over
 from hpc_train.runtime.consensus import Consensus
 from hpc_train.runtime.stop_request import StopRequest
 from hpc_train.training.data_position import restore_position
@@ -44,9 +45,15 @@ def assemble_run(
     run.numbers.rollback.restore(_USER_ERRORS.run_on_rank_0(world, lambda: read_rollbacks(directory.path / ROLLBACKS)))
     run.numbers.guard.skip_samples(run.numbers.rollback.entries)
     lines: list[str] = []
-    resumed = resume_from_checkpoint(directory.checkpoints, config.checkpoint.resume, engine.shards(), world)
+    announce = partial(note_load, directory.logs(attempt))
+    how = config.checkpoint.resume
+    resumed = resume_from_checkpoint(directory.checkpoints, how, engine.shards(), world, announce)
     if resumed is not None:
         lines += _restore_run(run, resumed)
+    _USER_ERRORS.gather_and_decide(world, lambda: None, lambda _: None)  # until no rank can die in the load any more
+    if world.rank == 0:
+        end_load(directory.logs(attempt))
+        run.saves.passed_over = read_passed_over(directory.events)
     if config.adapter.base == "nf4":
         run.saves.base_digest = _USER_ERRORS.run_on_rank_0(world, partial(_check_base, config, resumed))
     loaded = _load_starting_adapter(run, resumed)

@@ -86,6 +86,8 @@ class SaveState:
     """Step of the newest whole checkpoint of this run; None before the first."""
     resumed_from: int | None = None
     """Step of this run's own checkpoint that it was resumed from; retention never removes it."""
+    passed_over: frozenset[int] = frozenset()
+    """On rank 0: steps that were passed over as their load ended the ranks; retention never removes them."""
     seconds: float | None = None
     """Seconds that the last whole checkpoint of this process took, from its beginning to its commit."""
     skip_reason: str = ""
@@ -237,6 +239,8 @@ def _make_incremental_writer(config: RunConfig) -> IncrementalWriter | None:
 def prune_checkpoints(run: TrainingRun) -> None:
     """Remove the checkpoints that the retention rules do not keep; called on rank 0 after a commit."""
     config = run.config.checkpoint
-    pinned = frozenset({run.saves.resumed_from, run.numbers.rollback.good, run.numbers.equal_checkpoint} - {None})
+    saves, numbers = run.saves, run.numbers
+    steps = {saves.resumed_from, numbers.rollback.good, numbers.equal_checkpoint, *saves.passed_over}
+    pinned = frozenset(steps - {None})
     also = KeepRules(config.keep_every, config.keep_best, cast("frozenset[int]", pinned))
     prune_steps(run.directory.checkpoints, config.keep, also, sole=run.saves.saver.lock is not None)

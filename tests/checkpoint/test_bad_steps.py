@@ -50,6 +50,19 @@ def resumed_step(directory: Path) -> int | None:
     return resumed.step if resumed else None
 
 
+def test_each_step_that_auto_is_about_to_load_is_announced(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save_alone(tmp_path, step, GOOD)
+    mark_bad(tmp_path, 3, "its loss diverged")
+    (damaged,) = (tmp_path / "step-2").glob("shards/*/*.h5")
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    announced: list[int] = []
+    for how in ("auto", "1"):
+        resumed = resume_from_checkpoint(tmp_path, how, blank(whole(GOOD)), alone(), announced.append)
+        assert resumed is not None
+        assert (resumed.step, announced) == (1, [2, 1])
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_one_element_of_any_type_is_seen(tmp_path: Path, dtype: torch.dtype, value: float) -> None:

@@ -21,8 +21,8 @@ def status(run: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     assert main(["status", "--json", str(run)]) == 0
     row: dict[str, Any]
     (row,) = json.loads(capsys.readouterr().out)
-    fields = ["point", "job_id", "attempt", "state", "reason", "nodes", "exit_code"]
-    assert list(row) == [*fields, "step", "steps", "loss", "seconds_since_step", "warnings", "faults", "skipped_steps"]
+    fields = ["point", "job_id", "attempt", "state", "reason", "nodes", "exit_code", "step", "steps", "loss"]
+    assert list(row) == [*fields, "seconds_since_step", "warnings", "faults", "skipped_steps", "passed_over"]
     assert (row["point"], row["job_id"], len(row["nodes"])) == (run.name, None, 1)
     return row
 

@@ -90,6 +90,7 @@ def test_a_job_that_waits(run: Run) -> None:
         "warnings": [],
         "faults": [],
         "skipped_steps": 0,
+        "passed_over": [],
     }
 
 

@@ -55,7 +55,7 @@ class Kind:
     phases: tuple[str, ...] = EVERY_PHASE
     hangs: bool = False
     comes_again: bool = False
-    """Nothing starts again unless a checkpoint was saved since the start."""
+    """Nothing starts again unless a checkpoint was saved since the start, or one is loaded."""
     goes_on: bool = False
     """The ranks go on without a restart, and nobody is blamed."""
     silent: bool = False

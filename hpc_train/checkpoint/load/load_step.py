@@ -206,13 +206,18 @@ class ResumedStep:
 
 
 def resume_from_checkpoint(
-    directory: Path, how: str, shards: Iterable[TensorShard], world: World | None
+    directory: Path,
+    how: str,
+    shards: Iterable[TensorShard],
+    world: World | None,
+    announce: Callable[[int], None] = lambda step: None,
 ) -> ResumedStep | None:
     """Load the checkpoint that checkpoint.resume chooses; None to start from the beginning. A collective.
 
     directory: checkpoint directory of this run.
     how: `auto` (the newest sound step), `never`, a step in `directory`, or the path of `step-<n>`, of a checkpoint
     directory or of a run (its newest sound step). From a step with weights only, the weights are loaded.
+    announce: called on rank 0 with each step of `directory` that `auto` is about to load.
 
     Damage shows while a step is loaded; then a warning says so and the next older step is loaded. A step with NaN, or
     marked bad, is skipped too, unless it is given by number. Raises UserError for a step or a path that does not exist
@@ -225,7 +230,13 @@ def resume_from_checkpoint(
     where, step = run_on_rank_0(world, lambda: _resolve_setting(directory, how))
     if step is not None:
         return _load_resumed(where, step, wanted, world)
-    return load_newest_sound(where, world, lambda candidate: _load_resumed(where, candidate, wanted, world))
+
+    def load(candidate: int) -> ResumedStep:
+        if how == "auto" and (world is None or world.rank == 0):
+            announce(candidate)
+        return _load_resumed(where, candidate, wanted, world)
+
+    return load_newest_sound(where, world, load)
 
 
 def load_newest_sound(directory: Path, world: World | None, load: Callable[[int], T]) -> T | None:

@@ -167,6 +167,9 @@ def _format_fault(row: RunStatus) -> str:
         parts.append(f"went on by itself after {count}, the last: {row.faults[-1]}")
     if row.skipped_steps:
         parts.append(f"updates skipped: {row.skipped_steps}")
+    if row.passed_over:
+        steps = ", ".join(map(str, row.passed_over))
+        parts.append(f"checkpoints passed over, as their load ended the ranks: step {steps}")
     return "; ".join(parts)
 
 

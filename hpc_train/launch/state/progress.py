@@ -33,7 +33,7 @@ def add_progress(status: RunStatus, facts: RunFacts) -> RunStatus:
     step = _int_or_none(last.get("step"))
     loss, warnings = _float_or_none(last.get("loss")), _list_warnings(facts)
     status = replace(status, step=step, steps=facts.steps, loss=loss, warnings=warnings)
-    status = replace(status, faults=facts.faults, skipped_steps=facts.skipped_steps)
+    status = replace(status, faults=facts.faults, skipped_steps=facts.skipped_steps, passed_over=facts.passed_over)
     if status.state is not State.RUNNING:
         return status
     unwatched = explain_unwatched(facts)

@@ -16,6 +16,7 @@ from hpc_train.launch.state.run_lookup import RunPoint
 from hpc_train.launch.state.state_names import State, parse_ending
 from hpc_train.processes import is_process_alive
 from hpc_train.regular_files import parse_json_object
+from hpc_train.resilience.load_history import find_passed_over
 
 _LOG_TAIL_BYTES = 1 << 16
 
@@ -32,6 +33,8 @@ class RunFacts:
     """Faults from which the run recovered automatically, since its last submission."""
     skipped_steps: int = 0
     """Steps whose update was skipped; one that was done again counts each time."""
+    passed_over: tuple[int, ...] = ()
+    """Steps whose checkpoints are passed over, as their load ended the ranks."""
     failure: str = ""
     """Reason in the newest attempt's failure event."""
     cancelled: bool = False
@@ -100,6 +103,7 @@ def read_files(point: RunPoint) -> RunFacts:
         ending=_find_ending_in_log(facts),
         faults=_list_faults(events),
         skipped_steps=sum(event["event"] == "skipped" for event in events),
+        passed_over=tuple(sorted(find_passed_over(events))),
         failure="" if newest.result and newest.result.exit_code == 0 else _read_failure(point.run, newest, events),
         cancelled=_was_cancelled(facts.jobs, newest, events),
         cancel_note=_cancel_note(newest, events),

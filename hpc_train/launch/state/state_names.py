@@ -65,6 +65,8 @@ class RunStatus:
     """Faults from which the run recovered automatically, since its last submission."""
     skipped_steps: int = 0
     """Steps whose update was skipped because their numbers were wrong."""
+    passed_over: tuple[int, ...] = ()
+    """Steps whose checkpoints are passed over, as their load ended the ranks."""
 
     def row(self) -> dict[str, Any]:
         """Return the fields as `hpc-train status --json` prints them."""
@@ -74,6 +76,7 @@ class RunStatus:
             "nodes": list(self.nodes),
             "warnings": list(self.warnings),
             "faults": list(self.faults),
+            "passed_over": list(self.passed_over),
         }
 
 
