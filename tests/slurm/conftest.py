@@ -52,10 +52,7 @@ def _no_node_is_drained(request: pytest.FixtureRequest) -> Iterator[None]:
     cluster = request.node.funcargs.get("slurm_cluster")
     if cluster is None:
         return
-    nodes = [line.split() for line in cluster.command("sinfo", "-hN", "-p", "batch", "-o", "%N %T %E").splitlines()]
-    drained = {name for name, state, *why in nodes if state.startswith("drain") and "Kill task failed" in " ".join(why)}
-    for name in drained:
-        cluster.scontrol("update", f"nodename={name}", "state=resume")
+    drained = cluster.resume_drained_nodes()
     assert not drained, f"drained because a job's processes could not be ended, maybe of an earlier test: {drained}"
 
 

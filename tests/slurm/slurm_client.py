@@ -132,15 +132,20 @@ class SlurmCluster:
             assert time.monotonic() < end, f"{name} is {state} after {timeout:g} s"
             time.sleep(0.5)
 
-    def resume_drained_nodes(self) -> None:
-        """Give the nodes back that Slurm has drained, as an administrator would.
+    def resume_drained_nodes(self) -> dict[str, str]:
+        """Give the nodes back that Slurm has drained as it could not end a task there, as an administrator would.
 
-        Slurm drains a node on which it could not end a task in UnkillableStepTimeout, perhaps long after the fault.
+        Returns the nodes, with Slurm's reasons. That happens up to UnkillableStepTimeout after the end of the job, or
+        after the node was without a network for so long that its slurmstepd could not say how a rank had ended.
         """
-        for line in self.command("sinfo", "-h", "-N", "-p", "batch", "-o", "%N %T").splitlines():
-            name, state = line.split()
-            if state.startswith("drain"):
-                self.scontrol("update", f"nodename={name}", "state=resume")
+        nodes = (
+            line.split(maxsplit=2)
+            for line in self.command("sinfo", "-hN", "-p", "batch", "-o", "%N %T %E").splitlines()
+        )
+        drained = {name: why for name, state, why in nodes if state.startswith("drain") and "Kill task failed" in why}
+        for name in drained:
+            self.scontrol("update", f"nodename={name}", "state=resume")
+        return drained
 
     def wait_for_node(self, name: str, state: str = "idle", timeout: float = 60) -> None:
         end = time.monotonic() + timeout

@@ -37,10 +37,11 @@ def cluster_of_five() -> Iterator[Path]:
 
 @pytest.fixture
 def cluster(cluster_of_five: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
-    """The cluster, which no job outlives a test on: one that failed would keep the nodes from the next."""
+    """The cluster with all of its nodes: no job outlives a test, and none stays drained that has lost its network."""
     conf = slurm_conf(cluster_of_five)
     monkeypatch.setenv("SLURM_CONF", str(conf))
     made = SlurmCluster(conf, cluster_of_five)
+    made.resume_drained_nodes()
     yield made
     for job in made.squeue("-o", "%A"):
         made.scancel(job)
