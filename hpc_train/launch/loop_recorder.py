@@ -81,8 +81,8 @@ class LoopRecorder:
         self._world = world
         rank, size = self._world.rank, self._world.size
         # Ranks that no launcher started (a pool, a debugger) are tasks of one node, each with a heartbeat of its own.
-        own = replace(make_single_identity(), process=rank, processes=size, local=rank)
-        self._identity = identify_process(os.environ) or own
+        single = replace(make_single_identity(), process=rank, processes=size, local=rank)
+        self._identity = identify_process(os.environ) or single
         self._first_step, self._made, self._last = first_step, 0, first_step
         self._undo: list[Callable[[], None]] = []
         self._attempt = 0

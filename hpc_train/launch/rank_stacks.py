@@ -201,12 +201,12 @@ def _find_innermost_frame(path: Path, since: int) -> _Frame | None:
 
 def _parse_frames(text: str) -> dict[str, _Frame]:
     """Return the innermost function of each thread, by the words before its stack; the current one comes last."""
-    found: dict[str, _Frame] = {}
+    innermost: dict[str, _Frame] = {}
     headers = list(_THREAD.finditer(text))
     for number, header in enumerate(headers):
         end = headers[number + 1].start() if number + 1 < len(headers) else len(text)
         frame = _FRAME.search(text, header.end(), end)
         if frame is not None:
             name = header[1] if header[1] == "Current thread" else header[0]
-            found[name] = _Frame(frame["file"], int(frame["line"]), frame["function"])
-    return found
+            innermost[name] = _Frame(frame["file"], int(frame["line"]), frame["function"])
+    return innermost

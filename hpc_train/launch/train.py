@@ -282,8 +282,8 @@ def _record_rank_failure(error: BaseException, identity: ProcessIdentity, logs: 
     log.touch(0o600)
     with log.open("a") as file:
         file.write(failure.traceback)
-    found = FirstError(identity.process, failure.text(), identity.host, failure.traceback, tuple(failure.summary))
-    return found.brief(log)
+    first_error = FirstError(identity.process, failure.text(), identity.host, failure.traceback, tuple(failure.summary))
+    return first_error.brief(log)
 
 
 class _ReportedByRank0(Exception):

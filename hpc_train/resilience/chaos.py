@@ -128,7 +128,7 @@ class FaultInjector:
     def after_backward(self, parts: Iterable[torch.nn.Module]) -> None:
         """Spoil a gradient of this step, if that was ordered, and end what was ordered for its forward."""
         if self._flips:
-            _flip_bit(next(found.grad for found in _list_parameters(parts) if found.grad is not None))
+            _flip_bit(next(parameter.grad for parameter in _list_parameters(parts) if parameter.grad is not None))
         while self._hooks:
             self._hooks.pop().remove()
         self._flips = False
@@ -143,14 +143,14 @@ class FaultInjector:
             paths = sorted(path for path in self._folder.iterdir() if path.name.endswith(f".{self._rank}.json"))
         except FileNotFoundError:
             return []
-        found = []
+        orders = []
         for path in paths:
             order = Order(**read_json(path))
             if order.step <= step and order.kind in kinds:
                 # Before the fault, since the rank may not live to do it afterwards.
                 path.replace(path.with_suffix(".obeyed"))
-                found.append(order)
-        return found
+                orders.append(order)
+        return orders
 
 
 def _obey(order: Order) -> None:

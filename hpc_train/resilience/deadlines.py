@@ -101,13 +101,13 @@ class Deadlines:
 
     def learned(self) -> dict[Phase, float]:
         """Return what the next attempt should know: seconds of phases that were seen."""
-        found = dict(self.earlier)
+        learned = dict(self.earlier)
         for phase in _CARRIED:
             seen = self._seconds.get(phase, ())
             if len(seen) >= (1 if phase is Phase.FIRST_STEP else _FIRST):
-                earlier = 0.0 if len(seen) >= _ENOUGH else found.get(phase, 0.0)
-                found[phase] = max(earlier, _find_typical(seen))
-        return found
+                earlier = 0.0 if len(seen) >= _ENOUGH else learned.get(phase, 0.0)
+                learned[phase] = max(earlier, _find_typical(seen))
+        return learned
 
 
 def _find_typical(seen: Iterable[float]) -> float:
@@ -135,10 +135,10 @@ def write_learned(run: Path, learned: Mapping[Phase, float]) -> None:
 def read_learned(run: Path) -> dict[Phase, float]:
     """Return what earlier attempts have left; {} if there is nothing, or it is damaged."""
     try:
-        found = {Phase[name]: float(seconds) for name, seconds in read_json(run / LEARNED).items()}
+        learned = {Phase[name]: float(seconds) for name, seconds in read_json(run / LEARNED).items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
-    return {phase: seconds for phase, seconds in found.items() if phase in _CARRIED and 0 <= seconds < 1e6}
+    return {phase: seconds for phase, seconds in learned.items() if phase in _CARRIED and 0 <= seconds < 1e6}
 
 
 def limits_from_settings(settings: Mapping[str, float], compiles: bool, last_try: bool = False) -> HangLimits:

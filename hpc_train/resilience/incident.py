@@ -128,18 +128,18 @@ def _read_records(descriptor: int) -> Iterable[str]:
 
 def _choose_kernel_lines(records: Iterable[str]) -> list[str]:
     texts = [record.partition(";")[2] for record in records]
-    found = ["".join(filter(str.isprintable, text))[:300] for text in texts if _KERNEL_LINE.search(text)]
-    return found[-_MAX_KERNEL_LINES:]
+    lines = ["".join(filter(str.isprintable, text))[:300] for text in texts if _KERNEL_LINE.search(text)]
+    return lines[-_MAX_KERNEL_LINES:]
 
 
 def read_port_errors(root: Path = Path("/sys/class/infiniband")) -> dict[str, dict[str, int]]:
     """Return the error counters above zero of this node's InfiniBand ports, by device and port."""
-    found: dict[str, dict[str, int]] = {}
+    errors: dict[str, dict[str, int]] = {}
     for folder in sorted(root.glob("*/ports/*/counters")):
         values: dict[str, int] = {}
         for name in _COUNTERS:
             with suppress(OSError, ValueError):
                 values[name] = int((folder / name).read_text())
         if above := {name: value for name, value in values.items() if value}:
-            found[f"{folder.parts[-4]}/{folder.parts[-2]}"] = above
-    return found
+            errors[f"{folder.parts[-4]}/{folder.parts[-2]}"] = above
+    return errors

@@ -202,8 +202,8 @@ def _resumed_after(later: Iterable[Period], saved: int) -> int:
 
 def _account_period(ledger: Ledger, period: Period, kept_up_to: int) -> None:
     length = max(0.0, period.ended - period.began)
-    found = _split_length(period, length, kept_up_to)
-    for name, seconds in found.items():
+    parts = _split_length(period, length, kept_up_to)
+    for name, seconds in parts.items():
         ledger.seconds[name] += seconds * period.nodes
     ledger.seconds["spare"] += length * period.spares
 
@@ -214,22 +214,22 @@ def _split_length(period: Period, length: float, kept_up_to: int) -> dict[str, f
         noticed = length if period.noticed is None else min(max(period.noticed - period.began, 0.0), length)
         return {"start": noticed, "drain": length - noticed}
     last = period.lines[-1]
-    found = {name: last.seconds.get(name, 0.0) for name in ("start", "load", "data", "save", "evaluate", "drain")}
+    parts = {name: last.seconds.get(name, 0.0) for name in ("start", "load", "data", "save", "evaluate", "drain")}
     made = last.seconds.get("step", 0.0)
-    found["kept"] = min(made, _seconds_of_steps(period.lines, period.resumed, kept_up_to))
-    found["lost"] = made - found["kept"]
+    parts["kept"] = min(made, _seconds_of_steps(period.lines, period.resumed, kept_up_to))
+    parts["lost"] = made - parts["kept"]
     # Rank 0 has written the line, and the batch script the begin and the end: the clocks of their nodes may differ.
     written = min(max(last.time, period.began + sum(last.seconds.values())), period.ended)
     # What came before the process: the batch script, modules, srun.
-    found["start"] += max(0.0, written - sum(last.seconds.values()) - period.began)
+    parts["start"] += max(0.0, written - sum(last.seconds.values()) - period.began)
     after = max(0.0, period.ended - written)
     if not last.ended and period.noticed is not None:
-        found["detect"] = min(max(0.0, period.noticed - written), after)
-        after -= found["detect"]
-    found["drain"] += after
+        parts["detect"] = min(max(0.0, period.noticed - written), after)
+        after -= parts["detect"]
+    parts["drain"] += after
     # So that the classes add up exactly. It is small unless a process was stopped or clocks of nodes differ.
-    found["other"] = length - sum(found.values())
-    return found
+    parts["other"] = length - sum(parts.values())
+    return parts
 
 
 def _seconds_of_steps(lines: Sequence[LedgerLine], resumed: int | None, step: int) -> float:

@@ -325,17 +325,17 @@ def _exchange(sent: torch.Tensor, received: torch.Tensor, partner: int) -> None:
 
 def find_slow_nodes(nodes: Sequence[NodeFigures], earlier: Sequence[NodeFigures] = ()) -> list[SlowNode]:
     """Return the nodes that stand out, each with what is slow. earlier: see run_preflight."""
-    found = [
+    slow = [
         *_find_slow("matrix product", nodes, [node.product for node in nodes], [node.product for node in earlier]),
         *_find_slow("memory copy", nodes, [node.copy for node in nodes], [node.copy for node in earlier]),
     ]
     # A node that computes slowly is slow in an exchange too: it is named once.
-    named = {node.host for node in found}
+    named = {node.host for node in slow}
     exchange = [node.exchange for node in nodes]
     links = _find_slow(_EXCHANGE, nodes, exchange, [node.exchange for node in earlier])
     if len(nodes) < 3:
         links = [] if named else [replace(node, blamed=False) for node in links]
-    return [*found, *(node for node in links if node.host not in named)]
+    return [*slow, *(node for node in links if node.host not in named)]
 
 
 def _find_slow(

@@ -35,8 +35,8 @@ def array_element() -> int:
 
 def find_submitted_pickle(paths: JobPaths) -> Path:
     """Return the pickle of this job: its own, which a checkpoint leaves too, else the one that elements share."""
-    own, shared = paths.submitted_pickle, os.environ.get(SHARED_CALL_VARIABLE, "")
-    return Path(shared) if shared and not own.exists() else own
+    pickle_of_job, shared = paths.submitted_pickle, os.environ.get(SHARED_CALL_VARIABLE, "")
+    return Path(shared) if shared and not pickle_of_job.exists() else pickle_of_job
 
 
 def is_failure(function: Any, result: Any) -> bool:

@@ -133,7 +133,7 @@ class LocalCallExecutor(LocalExecutor):
     def _make_program(self, environment: Mapping[str, str]) -> JobProgram:
         get = self.parameters.get
         seconds, notice = 60.0 * get("timeout_min", 2.0), get("signal_delay_s", 30)
-        own = {
+        variables = {
             "SUBMITIT_EXECUTOR": "local",
             "SUBMITIT_LOCAL_NTASKS": str(self.ranks),
             "SUBMITIT_LOCAL_NODEID": "0",
@@ -144,7 +144,7 @@ class LocalCallExecutor(LocalExecutor):
         return JobProgram(
             self._submitit_command_str,
             self.folder,
-            {**os.environ, **own, **get("environment", {}), **environment},
+            {**os.environ, **variables, **get("environment", {}), **environment},
             self.ranks,
             get("setup", ()),
             seconds,

@@ -137,10 +137,10 @@ class CompactDecision:
 
     def choose(self, mode: str) -> tuple[NodeRequest | None, bool]:
         """Return (the best request, whether it is made); None if none is worth a word."""
-        worth = [found for found in self.requests if found.saved.high >= _WORTH * self.limit]
+        worth = [request for request in self.requests if request.saved.high >= _WORTH * self.limit]
         if mode == "ask":
-            return max(worth or self.requests, key=lambda found: found.net, default=None), True
-        best = max(worth, key=lambda found: found.net, default=None)
+            return max(worth or self.requests, key=lambda request: request.net, default=None), True
+        best = max(worth, key=lambda request: request.net, default=None)
         # A request without an end to its wait is never made unasked: nothing bounds what it costs.
         return best, best is not None and best.net > 0 and (best.option == "switches" or math.isfinite(best.wait.high))
 
@@ -190,14 +190,14 @@ def _compare_requests(config: RunConfig, request: JobRequest, ask: RunClient) ->
     requests = []
     always = config.launch.compact_nodes == "ask"  # even if the nodes that are free now happen to be close together
     leaves = len(set((compare.group if always else compare.group[list(usual.nodes)]).tolist()))
-    for named, found in compare.list_requests(count, leaves):
-        after, wait = compare.cost(found), _subtract_waits(found.wait, usual.wait)
+    for named, choice in compare.list_requests(count, leaves):
+        after, wait = compare.cost(choice), _subtract_waits(choice.wait, usual.wait)
         if before is None or after is None:
             requests.append(NodeRequest(*named, None, Interval(0.0, 0.0), wait))
         elif always or after.high < before.high:
             requests.append(NodeRequest(*named, after, compare.save(before, after), wait))
     # How long Slurm waits for switches at most is asked only if a request could wait for any.
-    max_wait = _read_max_wait(ask) if any(found.option == "switches" for found in requests) else _DEFAULT_MAX_WAIT
+    max_wait = _read_max_wait(ask) if any(candidate.option == "switches" for candidate in requests) else _DEFAULT_MAX_WAIT
     limit = 60.0 * config.launch.time_minutes
     return CompactDecision(tuple(requests), before, limit, max_wait, available.used_share)
 
@@ -244,20 +244,20 @@ class _Comparison:
     def list_requests(self, count: int, leaves: int) -> Iterator[tuple[tuple[str, int, str], _NodeChoice]]:
         """Yield ((option, number, words), nodes). leaves: more than are asked for."""
         if self._shown is None:
-            if (found := self._choose_contiguous(count)) is not None:
-                yield ("contiguous", 0, "nodes in a row"), found
+            if (choice := self._choose_contiguous(count)) is not None:
+                yield ("contiguous", 0, "nodes in a row"), choice
         elif self._shown.kind == "slurm_block":
             largest = int(np.bincount(self.group).max())
             sizes = [size for size in range(min(count, largest), 1, -1) if count % size == 0]
             for size in sizes[:_MAX_OPTIONS]:
-                if (found := self._choose_segments(count, size)) is not None:
-                    yield ("segment", size, f"whole segments of {size} nodes in a block"), found
+                if (choice := self._choose_segments(count, size)) is not None:
+                    yield ("segment", size, f"whole segments of {size} nodes in a block"), choice
         else:
             fewest = _count_fewest(np.bincount(self.group), count)
             for number in range(fewest, min(leaves, fewest + _MAX_OPTIONS)):
-                if (found := self._choose_leaves(count, number)) is not None:
+                if (choice := self._choose_leaves(count, number)) is not None:
                     what = "1 leaf switch" if number == 1 else f"at most {number} leaf switches"
-                    yield ("switches", number, what), found
+                    yield ("switches", number, what), choice
 
     @property
     def _free(self) -> tuple[Floats, Floats]:
@@ -290,10 +290,10 @@ class _Comparison:
 
     def _find_earliest(self, choose: _Choose) -> _NodeChoice | None:
         """Return the nodes that are expected to be free first, and how long that takes by either estimate."""
-        found = [_find_first(free, choose) for free in self._free]
-        if found[0] is None or found[1] is None:
+        earliest = [_find_first(free, choose) for free in self._free]
+        if earliest[0] is None or earliest[1] is None:
             return None
-        return _NodeChoice(tuple(found[0][1]), (found[0][0], found[1][0]))
+        return _NodeChoice(tuple(earliest[0][1]), (earliest[0][0], earliest[1][0]))
 
     def cost(self, choice: _NodeChoice) -> Interval | None:
         """Return the seconds of communication of a step, from empty uplinks to busy ones.

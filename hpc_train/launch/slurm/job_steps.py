@@ -35,7 +35,7 @@ def signal_step(job: str, name: str, number: signal.Signals) -> subprocess.Popen
     the scancel that does this, None without such a step. It acts at once, but then waits for all nodes of the job, also
     for lost ones: nobody who is in a hurry waits for it.
     """
-    steps = [step for step, found in list_steps(job) if found == name]
+    steps = [step for step, step_name in list_steps(job) if step_name == name]
     if not steps:
         return None
     newest = max(steps, key=lambda step: int(step.rpartition(".")[2]))

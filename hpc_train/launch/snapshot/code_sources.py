@@ -39,8 +39,8 @@ def list_user_modules(configs: Sequence[RunConfig]) -> list[str]:
     for config in configs:
         for kind, module, chosen in _list_components(config):
             offered = {point.name: point.module for point in entry_points(group=kind.entry_points)}
-            found = [module] if module else [offered[name] for name in chosen if name in offered]
-            names |= dict.fromkeys(found)
+            modules = [module] if module else [offered[name] for name in chosen if name in offered]
+            names |= dict.fromkeys(modules)
     return list(names)
 
 

@@ -211,19 +211,19 @@ def make_store(folder: Path) -> None:
 
 def _write_snapshot(path: Path, entries: Sequence[SnapshotEntry]) -> int:
     """Write a snapshot under a temporary name, and rename it: if two processes store it at the same time, one wins."""
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
-        _write_entries(beside, entries)
-        written = beside.stat().st_mtime_ns
-        beside.rename(path)
+        _write_entries(unfinished, entries)
+        written = unfinished.stat().st_mtime_ns
+        unfinished.rename(path)
         return written
     except OSError:
         if path.exists() and hash_folder(path) == path.name:
             return 0
         raise
     finally:
-        if beside.exists():
-            remove_read_only(beside)
+        if unfinished.exists():
+            remove_read_only(unfinished)
 
 
 def _write_entries(top: Path, entries: Sequence[SnapshotEntry]) -> None:

@@ -127,15 +127,15 @@ def find_attempt_logs(folder: Path) -> AttemptLogs:
     tasks = {_parse_task_number(name) for name in names} - {None}
     numbers = {entry.get("process"): entry.get("rank") for entry in read_rank_entries(folder)}
     ranks = {task: rank for task, rank in numbers.items() if type(task) is int and type(rank) is int}
-    found = []
+    logs = []
     for task in sorted(task for task in tasks if task is not None):
         records = folder / f"task-{task}.jsonl" if f"task-{task}.jsonl" in names else None
         offset = _read_clock_offset(records) if records is not None else None
-        found.append(RankLogs(ranks.get(task, task), folder / f"task-{task}.log", records, offset))
-    ranks_with_log = {rank.rank for rank in found}
+        logs.append(RankLogs(ranks.get(task, task), folder / f"task-{task}.log", records, offset))
+    ranks_with_log = {rank.rank for rank in logs}
     begun = read_attempt(folder).begun
     return AttemptLogs(
-        tuple(found),
+        tuple(logs),
         tuple(sorted(set(ranks.values()) - ranks_with_log)),
         _is_valid_time(begun.time if begun else None) or 0.0,
     )
@@ -183,7 +183,7 @@ def _read_rank(rank: RankLogs, begun: float, block: int) -> Iterator[RankLine]:
         for record in records.take_until(text):
             last, step = max(last, record.time), record.step
             yield RankLine(last, rank.rank, next(numbers), record.level, step, record.message, True)
-        if not records.found:
+        if not records.has_record:
             yield RankLine(last, rank.rank, next(numbers), guess.level(text), step, text, False)
     for record in records.take_rest():
         last = max(last, record.time)
@@ -203,7 +203,7 @@ class _RecordQueue:
     def __init__(self, rank: RankLogs, block: int) -> None:
         self._source = _read_records(rank, block)
         self._ahead: deque[_Record] = deque()
-        self.found = False
+        self.has_record = False
         """Whether the last line had a record."""
 
     def find_first_time(self, otherwise: float) -> float:
@@ -218,7 +218,7 @@ class _RecordQueue:
     def take_until(self, text: str) -> Iterable[_Record]:
         """Remove and return the records up to that of a line of the text log; none if the line has no record."""
         self._fill(1)
-        self.found = True
+        self.has_record = True
         if self._ahead and self._ahead[0].message == text:
             return (self._ahead.popleft(),)
         # The text log may lack lines that the records have, when a handler writes to one of them only.
@@ -226,7 +226,7 @@ class _RecordQueue:
         for index, record in enumerate(self._ahead):
             if record.message == text:
                 return [self._ahead.popleft() for _ in range(index + 1)]
-        self.found = False
+        self.has_record = False
         return ()
 
     def take_rest(self) -> Iterator[_Record]:

@@ -41,15 +41,15 @@ def _make_period(
     before: Sequence[Period],
 ) -> Period:
     assert attempt.begun is not None
-    own = [event for event in events if event["attempt"] == attempt.number]
+    of_attempt = [event for event in events if event["attempt"] == attempt.number]
     restarted = before and any(
         event["event"] == "restart" and event.get("action") == RESTARTED
         for event in events
         if event["attempt"] == before[-1].attempt
     )
     job = before[-1].job if restarted else attempt.begun.job_id or f"attempt {attempt.number}"
-    noticed = [float(event["time"]) for event in own if event["event"] in _NOTICED]
-    resumed = [int(event["step"]) for event in own if event["event"] in ("start", "resume")]
+    noticed = [float(event["time"]) for event in of_attempt if event["event"] in _NOTICED]
+    resumed = [int(event["step"]) for event in of_attempt if event["event"] in ("start", "resume")]
     return Period(
         attempt.number,
         job,

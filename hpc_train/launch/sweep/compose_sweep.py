@@ -113,5 +113,5 @@ class Composer:
 @cache
 def _parse_single_run(text: str) -> Override | None:
     """Parse an override of a single run; None for anything else."""
-    found, wrong = overrides.parse_overrides([text])
-    return None if wrong else found[0]
+    parsed, wrong = overrides.parse_overrides([text])
+    return None if wrong else parsed[0]

@@ -331,8 +331,8 @@ def make_point_id(swept: Sequence[str], digest: str) -> str:
 def digest_config(container: dict[str, Any]) -> str:
     """Hash the frozen config: two points have the same digest if, and only if, they are the same run."""
     left_out = _NOT_HASHED | _SWEEP_SETTINGS
-    own = {key: value for key, value in _flatten(container, "") if key not in left_out}
-    return hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()
+    hashed = {key: value for key, value in _flatten(container, "") if key not in left_out}
+    return hashlib.sha256(json.dumps(hashed, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _shorten_override(word: str) -> str:
