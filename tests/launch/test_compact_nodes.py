@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -37,11 +36,7 @@ def make_ask(
     running: dict[str, tuple[int, int]], topology: str = TREE, history: str = HISTORY
 ) -> Callable[[Sequence[str]], Answer]:
     """Answer as Slurm's clients do. running: node -> (minutes since its job began, minutes to its limit)."""
-    now = datetime.now().replace(microsecond=0)
-    jobs = "\n".join(
-        f"{now - timedelta(minutes=begun):%Y-%m-%dT%H:%M:%S}|{now + timedelta(minutes=left):%Y-%m-%dT%H:%M:%S}|{node}"
-        for node, (begun, left) in running.items()
-    )
+    jobs = "\n".join(f"{begun}:00|{left}:00|{node}" for node, (begun, left) in running.items())
     states = "\n".join(f"{node}|{'allocated' if node in running else 'idle'}|batch*|(null)" for node in NODES)
     answers = {
         ("scontrol", "topology"): topology,
@@ -152,7 +147,7 @@ def test_blocks_are_asked_for_by_segments() -> None:
     # No limit bounds the wait for a segment, so a job that may never end keeps auto from asking.
     endless = make_ask(SCATTERED, BLOCKS)
     answer = endless(["squeue"]).out
-    nodes = "\n".join(f"{line.split('|')[0]}|NONE|{line.split('|')[2]}" for line in answer.splitlines())
+    nodes = "\n".join(f"{line.split('|')[0]}|UNLIMITED|{line.split('|')[2]}" for line in answer.splitlines())
     assert not decide(lambda command: Answer(0, nodes) if command[0] == "squeue" else endless(command), *TAPERED)[0]
 
 

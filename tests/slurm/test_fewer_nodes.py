@@ -19,6 +19,8 @@ from training_client import TINY, kinds, lines, steps_done, submit, tensors, wai
 
 from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
+from hpc_train.launch.slurm.node_availability import read_availability
+from hpc_train.launch.slurm.slurm_cli import run_client
 from hpc_train.launch.slurm.waiting_time import estimate_wait, fit_demand
 from hpc_train.launch.submit import default_to_slurm
 from hpc_train.training.run_directory import RunDirectory, locate_run_directory
@@ -107,6 +109,10 @@ def test_what_slurm_answers_about_nodes_that_are_busy_or_reserved(slurm_cluster:
         assert later is not None
         assert soon <= 5 < 400 < later <= 660
         assert ask.fit(2, nodes[2]) == (3, (nodes[2],)), "a job may wait for busy nodes"
+        available = read_availability(None, None, run_client)
+        assert available is not None
+        free_in = dict(zip(available.nodes, available.latest.tolist(), strict=True))
+        assert [400 < free_in[node] <= 600 for node in nodes] == [True, True, False, False]
     finally:
         slurm_cluster.scancel(job)
         slurm_cluster.wait_for_state(job, "CANCELLED", timeout=60)

@@ -197,7 +197,9 @@ def _compare_requests(config: RunConfig, request: JobRequest, ask: RunClient) ->
         elif always or after.high < before.high:
             requests.append(NodeRequest(*named, after, compare.save(before, after), wait))
     # How long Slurm waits for switches at most is asked only if a request could wait for any.
-    max_wait = _read_max_wait(ask) if any(candidate.option == "switches" for candidate in requests) else _DEFAULT_MAX_WAIT
+    max_wait = (
+        _read_max_wait(ask) if any(candidate.option == "switches" for candidate in requests) else _DEFAULT_MAX_WAIT
+    )
     limit = 60.0 * config.launch.time_minutes
     return CompactDecision(tuple(requests), before, limit, max_wait, available.used_share)
 

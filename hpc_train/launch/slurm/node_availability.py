@@ -1,7 +1,8 @@
 """Ask Slurm which nodes of a partition are up, and when each will be free, by the running jobs' limits and history.
 
 A job may run until its time limit, but most jobs of a site end earlier. The accounting says how much of their limits
-the partition's recent jobs used (median); without accounting nothing is known, and a job may end at any moment.
+the partition's recent jobs used (median); without accounting nothing is known, and a job may end at any moment. Slurm
+is asked for durations, not for times, as the clock of this machine may differ from that of Slurm's controller.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.launch.slurm.slurm_cli import RunClient, parse_nodes
+from hpc_train.launch.slurm.time_limit import parse_time_left
 
 Floats = NDArray[np.float64]
 _USABLE = frozenset({"idle", "mixed", "allocated", "completing", "planned"})
@@ -52,11 +53,11 @@ def read_availability(partition: str | None, constraint: str | None, ask: RunCli
         return None
     if all(usable.values()):
         return NodeAvailability(tuple(usable), np.zeros(len(usable)), np.zeros(len(usable)), None)
-    jobs = ask(["squeue", "--noheader", "--all", "--states=RUNNING,COMPLETING,SUSPENDED", "--format=%S|%e|%N"])
+    jobs = ask(["squeue", "--noheader", "--all", "--states=RUNNING,COMPLETING,SUSPENDED", "--format=%M|%L|%N"])
     if jobs.code:
         return None
     share = _read_used_share(partition, ask)
-    expected, latest = _find_free_times(usable, jobs.out, share, datetime.now())
+    expected, latest = _find_free_times(usable, jobs.out, share)
     return NodeAvailability(tuple(usable), expected, latest, share)
 
 
@@ -113,30 +114,34 @@ _SOON = 1.0
 """Seconds until a job ends that has run for longer than most: it may end at any moment, but it has not ended yet."""
 
 
-def _find_free_times(usable: Mapping[str, bool], squeue: str, share: float | None, now: datetime) -> tuple[Floats, ...]:
-    """Return (expected, latest) seconds until each node is free; a busy node that no job names is free at once."""
+def _find_free_times(usable: Mapping[str, bool], squeue: str, share: float | None) -> tuple[Floats, ...]:
+    """Return (expected, latest) seconds until each node is free; a busy node that no job names is free at once.
+
+    squeue: lines of `time used|time left|nodes`.
+    """
     index = {name: at for at, name in enumerate(usable)}
     expected, latest = np.zeros(len(index)), np.zeros(len(index))
     for line in squeue.splitlines():
-        start, end, names = [*(field.strip() for field in line.split("|", 2)), "", ""][:3]
+        used, left, names = [*(field.strip() for field in line.split("|", 2)), "", ""][:3]
         busy = [index[name] for name in parse_nodes(names) if name in index and not usable[name]]
         if not busy:
             continue
-        soon, late = _estimate_end(start, end, share, now)
+        soon, late = _estimate_end(parse_time_left(used), parse_time_left(left), share)
         expected[busy], latest[busy] = np.maximum(expected[busy], soon), np.maximum(latest[busy], late)
     return expected, latest
 
 
-def _estimate_end(start: str, end: str, share: float | None, now: datetime) -> tuple[float, float]:
-    """Return seconds from now until a job ends: as recent jobs do, and by its limit."""
-    try:
-        begun, limit = datetime.fromisoformat(start), datetime.fromisoformat(end)
-    except ValueError:
+def _estimate_end(used: float | None, left: float | None, share: float | None) -> tuple[float, float]:
+    """Return seconds from now until a job ends: as recent jobs do, and by its limit.
+
+    used, left: seconds since its start and until its limit; None: not known, or there is no limit.
+    """
+    if used is None or left is None:
         return (_SOON if share is None else math.inf), math.inf
-    late = max(_SOON, (limit - now).total_seconds())
+    late = max(_SOON, left)
     if share is None:
         return _SOON, late
-    likely = (limit - begun).total_seconds() * share - (now - begun).total_seconds()
+    likely = (used + left) * share - used
     return min(max(likely, _SOON), late), late
 
 
