@@ -116,20 +116,9 @@ def decide_after_failure(
     at_fault = Fault(Cause.CHECKPOINT) if failed_load is not None and failed_load.passed_over else fault
     record_strikes(folder.path, attempt, at_fault, allocation)
     choice = choose_nodes(config, folder, allocation) if allocation.nodes else None
-    fewer = choice is not None and 0 < len(choice.start) < allocation.wanted
-    policy = Policy(
-        config.resilience.restarts,
-        config.checkpoint.every > 0,
-        choice is None or bool(choice.start),
-        f"{len(choice.start)} of {allocation.wanted} nodes" if choice and fewer else "",
-        allocation.can_requeue,
-        "in the next job of the chain" if config.launch.chain > 1 else "by a requeue",
-        allocation.enough_time,
-        "signal" in latest or (logs / REQUEUE_MARKER).exists(),
-        failed_load is not None and failed_load.may_load_again,
-    )
-    history = read_history(events, attempt, first_attempt, saved)
-    decision = decide_after_fault(fault, history, saved, policy)
+    stopping = "signal" in latest or (logs / REQUEUE_MARKER).exists()
+    policy = _make_policy(config, allocation, choice, stopping, failed_load)
+    decision = decide_after_fault(fault, read_history(events, attempt, first_attempt, saved), saved, policy)
     if failed_load is not None and failed_load.why:
         decision = replace(decision, why=f"{failed_load.why}; {decision.why}")
     if not {"restart", "gave_up"} & latest.keys():
@@ -139,6 +128,23 @@ def decide_after_failure(
     if choice is not None and config.resilience.act:
         _write_nodes(logs, choice)
     return decision
+
+
+def _make_policy(
+    config: RunConfig, allocation: Allocation, choice: NodeChoice | None, stopping: bool, failed_load: FailedLoad | None
+) -> Policy:
+    fewer = choice is not None and 0 < len(choice.start) < allocation.wanted
+    return Policy(
+        config.resilience.restarts,
+        saves=config.checkpoint.every > 0,
+        enough_nodes=choice is None or bool(choice.start),
+        fewer_nodes=f"{len(choice.start)} of {allocation.wanted} nodes" if choice and fewer else "",
+        can_requeue=allocation.can_requeue,
+        by="in the next job of the chain" if config.launch.chain > 1 else "by a requeue",
+        enough_time=allocation.enough_time,
+        stopping=stopping,
+        may_load_again=failed_load is not None and failed_load.may_load_again,
+    )
 
 
 def _list_lost_in(logs: Path, lost: Sequence[str]) -> list[str]:
