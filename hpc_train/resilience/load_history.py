@@ -67,8 +67,8 @@ def read_load_history(events: Iterable[Mapping[str, Any]], attempt: int, first_a
             history = LoadHistory()
         elif event["attempt"] == attempt:
             continue
-        elif event["event"] == "restart" and event.get(LOADING) is not None:
-            history = LoadHistory((*history.ended, int(event[LOADING])), history.passed_over)
+        elif event["event"] == "restart" and type(event.get(LOADING)) is int:
+            history = LoadHistory((*history.ended, event[LOADING]), history.passed_over)
         elif event["event"] == PASSED_OVER:
             history = LoadHistory(history.ended, _apply_event(history.passed_over, event))
     return history
@@ -87,10 +87,10 @@ def find_passed_over(events: Iterable[Mapping[str, Any]]) -> frozenset[int]:
 
 def _apply_event(steps: frozenset[int], event: Mapping[str, Any]) -> frozenset[int]:
     """Return the steps that are marked after a PASSED_OVER event. steps: those that were marked before it."""
-    changed = {int(event["step"])}
-    if event.get("action") == MARKED:
-        return steps | changed
-    return steps - changed if event.get("action") == MARK_REMOVED else steps
+    changed, action = {event.get("step")}, event.get("action")
+    if action == MARKED:
+        return frozenset(step for step in steps | changed if type(step) is int)
+    return steps - changed if action == MARK_REMOVED else steps
 
 
 def read_passed_over(path: Path) -> frozenset[int]:

@@ -10,12 +10,13 @@ import pytest
 from hpc_train.cli.main import main
 from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
+from hpc_train.launch import submit
 from hpc_train.launch.job_spec import make_spec
 from hpc_train.launch.slurm import waiting_time
 from hpc_train.launch.slurm.request import make_request
 from hpc_train.launch.slurm.slurm_cli import run_client
 from hpc_train.launch.slurm.waiting_time import fit_request
-from hpc_train.launch.submit import default_to_slurm
+from hpc_train.launch.submit import default_to_slurm, submit_run
 from hpc_train.resilience.exclusion import HARDWARE, Strike, append_strike
 from hpc_train.training.records.run_records import append_event
 from hpc_train.training.run_directory import RunDirectory, locate_run_directory
@@ -88,6 +89,20 @@ def test_a_resumed_run_gives_up_spares_that_slurm_does_not_have(
     script = (slurm / "submitted").read_text()
     assert "#SBATCH --nodes=3\n" in script
     assert "#SBATCH --exclude=node1\n" in script
+
+
+def test_a_run_that_is_submitted_again_does_so_too_and_a_dry_run_asks_nothing(
+    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("freeze_run", "check_run"):  # what the ranks need is of no interest to Slurm
+        monkeypatch.setattr(submit, name, lambda *arguments: None)
+    config = configure(freeze_failed_run(tmp_path / "run").path)
+    reported: list[str] = []
+    assert "#SBATCH --nodes=4\n" in submit_run(config, reported.append, after=[], dry_run=True).script
+    assert (slurm / "calls").read_text() == ""
+    assert submit_run(config, reported.append, after=[]).jobs == ("8",)
+    assert [line for line in reported if "launch.snapshot" not in line] == LINES
+    assert "#SBATCH --nodes=3\n" in (slurm / "submitted").read_text()
 
 
 def test_a_submission_without_strikes_asks_nothing_and_stays_as_it_is(slurm: Path, tmp_path: Path) -> None:
