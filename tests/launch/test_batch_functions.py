@@ -133,6 +133,20 @@ def test_nothing_starts_again_on_a_node_that_the_job_has_lost_once(tmp_path: Pat
     assert run_functions("\n".join(lines)).splitlines() == ["n2 n3", "n2 n3", "n2 n3 n4"]
 
 
+def test_a_job_that_goes_back_to_the_queue_leaves_out_nodes_with_strikes_also_where_its_ranks_stopped_on_purpose(
+    tmp_path: Path,
+) -> None:
+    fit = f"echo fitted >>{tmp_path}/calls; echo node2 >$1/exclude; echo 3 >$1/requeue-nodes"
+    settings = f"hpc_nodes=2 hpc_ranks=4 job=7 run={tmp_path} logs={tmp_path}/logs; hpc_fit=(bash -c '{fit}' _)"
+    requeue = f'scontrol() {{ echo "$*"; }}; mkdir -p {tmp_path}/logs; {settings}; requeue_job'
+    assert run_functions(requeue) == "requeue 7", "no node has a strike"
+    (tmp_path / "nodes.jsonl").write_text("{}\n")
+    asked = ["requeue 7", "update jobid=7 ExcNodeList=node2 NumNodes=3 NumTasks=6"]
+    assert run_functions(requeue).splitlines() == asked
+    assert run_functions(requeue).splitlines() == asked, "what was decided stands"
+    assert (tmp_path / "calls").read_text() == "fitted\n"
+
+
 def test_where_a_full_disk_has_no_room_for_the_chosen_nodes_lost_ones_are_not_taken(tmp_path: Path) -> None:
     slurm = "scontrol() { printf 'node%s\\n' 1 2 3 4; }; SLURM_JOB_NODELIST=node[1-4]"
     choose = f'{slurm} hpc_spares=2 hpc_nodes=2 hpc_ranks=4; choose_nodes {tmp_path}/none; echo "$step_nodes"'

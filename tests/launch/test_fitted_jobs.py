@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from hpc_train.launch.slurm.request import make_request
 from hpc_train.launch.slurm.slurm_cli import run_client
 from hpc_train.launch.slurm.waiting_time import fit_request
 from hpc_train.launch.submit import default_to_slurm, submit_run
-from hpc_train.resilience.exclusion import HARDWARE, Strike, append_strike
+from hpc_train.resilience.exclusion import HARDWARE, LIFE_SECONDS, Strike, append_strike
 from hpc_train.training.records.run_records import append_event
 from hpc_train.training.run_directory import RunDirectory, locate_run_directory
 
@@ -148,5 +149,21 @@ def test_a_run_that_grows_again_asks_for_no_more_spares_than_there_are(slurm: Pa
     """Of the two nodes of the ranks it has node2."""
     folder = freeze_failed_run(tmp_path / "run")
     assert waiting_time.main(str(folder.logs(0)), "node2") == 0
-    assert (folder.logs(0) / "exclude").read_text() == "node1\n"
-    assert (folder.logs(0) / "requeue-nodes").read_text() == "3\n"
+    assert read_requeue(folder) == ("node1\n", "3\n")
+
+
+def read_requeue(folder: RunDirectory) -> tuple[str, str]:
+    """Return which nodes a requeue leaves out, and how many it asks for."""
+    return (folder.logs(0) / "exclude").read_text(), (folder.logs(0) / "requeue-nodes").read_text()
+
+
+def test_a_requeue_after_a_stop_leaves_out_nodes_until_their_strikes_expire(
+    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = freeze_failed_run(tmp_path / "run")
+    assert waiting_time.main(str(folder.logs(0))) == 0
+    assert read_requeue(folder) == ("node1\n", "3\n")
+    later = time.time() + LIFE_SECONDS + 1
+    monkeypatch.setattr("time.time", lambda: later)
+    assert waiting_time.main(str(folder.logs(0))) == 0
+    assert read_requeue(folder) == ("\n", "4\n")

@@ -11,6 +11,7 @@
 #   hpc_modules, hpc_module_path, hpc_module_purge
 #   hpc_watch          command that watches the ranks; empty: nobody does
 #   hpc_restart        command that decides what follows a fault; empty: the ranks are not started again
+#   hpc_fit            command that finds out which nodes a requeue leaves out, and how many it asks for; empty: as before
 #   hpc_nodes, hpc_ranks, hpc_spares   nodes and ranks of the run, and nodes that the job has beside them
 #   hpc_elastic        true: the ranks may start again on fewer nodes
 #   hpc_begin_points   (arrays) command that writes job.json of points
@@ -407,11 +408,19 @@ restart_ranks() {
   start_ranks
 }
 
-# list_changes: what a decision wants changed of the jobs that go on with the run, in `changes`: nodes to leave out, and how
-# many to ask for.
+# fit_requeue: where ranks stopped on purpose, nobody has decided about nodes. Those with strikes of earlier attempts are
+# left out, those whose strikes have expired no more. It has to be quick, so that the requeue comes before the time limit.
+fit_requeue() {
+  [ ! -e "$logs/exclude" ] && [ -s "$run/nodes.jsonl" ] && [ "${#hpc_fit[@]}" -gt 0 ] || return 0
+  timeout 5 "${hpc_fit[@]}" "$logs"
+}
+
+# list_changes: what is to change of the jobs that go on with the run, in `changes`: nodes to leave out, and how many to ask
+# for.
 list_changes() {
   local exclude count
   changes=()
+  fit_requeue
   [ -s "$logs/exclude" ] || return 0
   exclude="${hpc_exclude:+$hpc_exclude,}$(cat "$logs/exclude")"
   changes+=("ExcNodeList=${exclude%,}")

@@ -86,6 +86,7 @@ def setting_lines(config: RunConfig, python_path: Sequence[str], nodes: int) -> 
         f"hpc_modules=({shlex.join(cluster.modules)}) hpc_module_path=({shlex.join(cluster.module_path)})",
         f"hpc_module_purge={str(cluster.module_purge).lower()}",
         f"hpc_watch=({_watch_command(config)}) hpc_restart=({_restart_command(config)})",
+        f"hpc_fit=({_fit_command(config)})",
         f"hpc_nodes={nodes} hpc_ranks={nodes * cluster.ranks_per_node} hpc_spares={launch.spares}",
         f"hpc_elastic={str(bool(config.resilience.elastic.min_nodes)).lower()}",
         f"hpc_exclude={shlex.quote(launch.exclude or '')}",
@@ -102,6 +103,12 @@ def _restart_command(config: RunConfig) -> str:
     if not config.resilience.restarts:
         return ""
     return shlex.join(python_command(config, False, "-m", "hpc_train.launch.restarting"))
+
+
+def _fit_command(config: RunConfig) -> str:
+    if not config.resilience.act:
+        return ""
+    return shlex.join(python_command(config, False, "-m", "hpc_train.launch.slurm.waiting_time"))
 
 
 def setup_lines(config: RunConfig) -> list[str]:

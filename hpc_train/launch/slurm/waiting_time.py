@@ -1,7 +1,8 @@
 """Ask Slurm when it could give a run its missing nodes, and how many nodes a job can ask for and which leave out.
 
-The supervisor of a job with fewer nodes than its run runs this module from time to time
-(`python -m hpc_train.launch.slurm.waiting_time LOGS NODES`); exit code 0 says that they are free.
+`python -m hpc_train.launch.slurm.waiting_time LOGS [NODES]` writes what a requeue of the job asks for. The batch script
+runs it after ranks that stopped on purpose. The supervisor of a job with fewer nodes than its run runs it with these
+nodes from time to time; exit code 0 then says that the others are free.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hpc_train.launch.command_output import Report
 from hpc_train.launch.job_spec import read_spec
 from hpc_train.launch.slurm.request import JobRequest, join_excluded, list_nodes_to_exclude, sbatch_options
 from hpc_train.launch.slurm.slurm_cli import Answer, RunClient, run_client
-from hpc_train.resilience.exclusion import choose_excluded, read_strikes, write_requeue
+from hpc_train.resilience.exclusion import write_requeue
 from hpc_train.training.run_directory import RunDirectory
 
 _START = re.compile(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
@@ -119,20 +120,19 @@ def _test_job(config: RunConfig, folder: RunDirectory, nodes: int, exclude: Iter
     return ask(["sbatch", "--test-only", *size, *words, "--wrap=true"])
 
 
-def main(logs: str, names: str) -> int:
-    """Return 0 if Slurm could start on the nodes that this run lacks at once, else 1.
+def main(logs: str, names: str = "") -> int:
+    """Write what a requeue of the job asks for to the log directory of its attempt.
 
-    logs: log directory of the attempt; what a requeue for all nodes then asks for is written there. names: the nodes
-    that the run has.
+    names: the nodes that the run has, if it lacks others. Unless Slurm could start on those at once, nothing is
+    written, and 1 is returned.
     """
-    run, nodes = Path(logs).parents[1], names.split(",")
-    spec = read_spec(run / "job.json")
-    config, folder = spec.run_config(), spec.folder()
-    wanted = spec.ranks // config.cluster.ranks_per_node
-    excluded = choose_excluded(read_strikes(run), wanted)
-    seconds = estimate_wait(config, folder, wanted - len(nodes), [*nodes, *excluded])
-    if seconds is None or seconds > _FREE_SECONDS:
-        return 1
+    spec = read_spec(Path(logs).parents[1] / "job.json")
+    config, folder, nodes = spec.run_config(), spec.folder(), [name for name in names.split(",") if name]
+    wanted, excluded = spec.ranks // config.cluster.ranks_per_node, list_nodes_to_exclude(config, folder)
+    if nodes:
+        seconds = estimate_wait(config, folder, wanted - len(nodes), [*nodes, *excluded])
+        if seconds is None or seconds > _FREE_SECONDS:
+            return 1
     demand = fit_demand(config, folder, wanted, excluded)
     for line in demand.concessions:
         print(f"hpc-train: {line}", flush=True)
