@@ -330,8 +330,8 @@ FAULTS = (
     Fault(
         "the largest candidate that fits is dropped",
         "planner/search/search.py",
-        "np.nonzero((fits >= MAYBE) & (step <= self._slowest) & fits_host)",
-        "np.nonzero((fits > MAYBE) & (step <= self._slowest) & fits_host)",
+        "possible = (fits >= MAYBE) & (step <= self._slowest) & fits_host",
+        "possible = (fits > MAYBE) & (step <= self._slowest) & fits_host",
         ("planner/test_search.py",),
     ),
     Fault(

@@ -1,8 +1,8 @@
 """Measure how fast the planner is: `python tests/planner/space_study.py` prints candidates per second on one core.
 
-Three figures: every configuration of calculon's space of GPT-3 175B on 4,096 GPUs (github.com/calculon-ai/calculon,
+Every configuration of calculon's space of GPT-3 175B on 4,096 GPUs (github.com/calculon-ai/calculon,
 llm/optimal_execution.py: what its loops count, said once more here), each estimated by itself; the whole of our own
-space of the same run, everything estimated; and the same with bounds, as `hpc-train plan` does it.
+space of llama_8b on 64 ranks, everything estimated; and the same, and GPT-3, with bounds, as `hpc-train plan` does it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hpc_train.planner.model.jobs import Column, Jobs, replace_columns
 from hpc_train.planner.model.memory import estimate_memory_totals
 from hpc_train.planner.model.step_time import estimate_step_time
 from hpc_train.planner.search.degree_limits import find_degree_limits, list_divisors
-from hpc_train.planner.search.search import ROWS_AT_ONCE, SearchBase, search_space
+from hpc_train.planner.search.search import CANDIDATES_AT_ONCE, SearchBase, search_space
 from hpc_train.planner.search.space import SearchSpace
 from hpc_train.planner.settings import make_single_rank_config
 
@@ -35,6 +35,11 @@ def gpt3(world: int = 4096) -> RunConfig:
     nodes = f"cluster.nodes={world // 8}"
     shape = ("model=gpt3_175b", "train.sequence_length=2048", "train.global_batch=3072", "precision=bf16")
     return compose(["cluster=dgx_a100", nodes, *shape])
+
+
+def llama(world: int = 64) -> RunConfig:
+    shape = ("model=llama_8b", "train.sequence_length=4096", "train.global_batch=256", "precision=bf16")
+    return compose(["cluster=leonardo", f"cluster.nodes={world // 4}", *shape])
 
 
 def layouts(world: int, batch: int, layers: int, heads: int) -> Iterator[tuple[int, int, int, int, list[int]]]:
@@ -76,7 +81,7 @@ def blocks(rows: Iterator[Column]) -> Iterator[Column]:
     waiting: list[Column] = []
     for part in rows:
         waiting.append(part)
-        if sum(part.shape[1] for part in waiting) >= ROWS_AT_ONCE:
+        if sum(part.shape[1] for part in waiting) >= CANDIDATES_AT_ONCE:
             yield np.concatenate(waiting, axis=1)
             waiting = []
     if waiting:
@@ -87,9 +92,9 @@ def estimated(base: Jobs, whole: Iterator[Column]) -> tuple[int, float, float]:
     """Return (configurations, the fastest that fits, seconds of estimating them)."""
     told, count, best, spent = constants.default_constants(), 0, np.inf, 0.0
     for block in blocks(whole):
-        for start in range(0, block.shape[1], ROWS_AT_ONCE):
+        for start in range(0, block.shape[1], CANDIDATES_AT_ONCE):
             began = clock.process_time()
-            jobs = replace_columns(base, **dict(zip(NAMES, block[:, start : start + ROWS_AT_ONCE], strict=True)))
+            jobs = replace_columns(base, **dict(zip(NAMES, block[:, start : start + CANDIDATES_AT_ONCE], strict=True)))
             held, step = estimate_memory_totals(jobs, told), estimate_step_time(jobs, told).step
             count, best = count + len(step), min(best, float(np.where(held.fits > 0, step, np.inf).min()))
             spent += clock.process_time() - began
@@ -104,13 +109,14 @@ def main() -> None:
         f"calculon's space: {count:,} configurations in {spent:.1f} s, {count / spent:,.0f}/s; "
         f"best {best:.2f} s per step"
     )
-    space = SearchSpace(find_degree_limits(config), 4096)
-    for exhaustive in (False, True):
+    for config, world, exhaustive in ((llama(), 64, True), (llama(), 64, False), (config, 4096, False)):
+        base = jobs_from_config(make_single_rank_config(config, config.train.global_batch), 1)
+        space = SearchSpace(find_degree_limits(config), world)
         began = clock.process_time()
         found = search_space(SearchBase(base, 4.0), space, constants.default_constants(), exhaustive=exhaustive)
         spent = clock.process_time() - began
         print(
-            f"our own space, {'all estimated' if exhaustive else 'with bounds'}: {found.searched:,} candidates in "
+            f"{config.model.name}, {'all estimated' if exhaustive else 'with bounds'}: {found.searched:,} candidates in "
             f"{spent:.1f} s, {found.searched / spent:,.0f}/s; {found.estimated:,} estimated; best "
             f"{found.best.step.min():.2f} s per step"
         )

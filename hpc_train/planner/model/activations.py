@@ -12,7 +12,7 @@ import numpy as np
 
 from hpc_train.planner.constants import Constants
 from hpc_train.planner.model.experts import expert_activations, expert_gradients, mix_layers
-from hpc_train.planner.model.jobs import FSDP, FULL, HPC_TRAIN, MEGATRON, SELECTIVE, Column, Jobs
+from hpc_train.planner.model.jobs import FSDP, FULL, HPC_TRAIN, MEGATRON, SELECTIVE, Column, Jobs, choose
 from hpc_train.planner.model.layer import recompute_shares
 
 _WIDE = 4.0
@@ -47,16 +47,16 @@ def layer_activations(jobs: Jobs, constants: Constants, tokens: Column) -> Layer
     linear layers, what attention and the activation function keep, and dropout masks for GPTs.
     """
     everything, some, full = _token_activations(jobs)
-    stored = np.where(jobs.recompute == FULL, full, np.where(jobs.recompute == SELECTIVE, some, everything))
-    share = np.where(jobs.recompute > 0, jobs.recompute_share, 0.0)
+    stored = choose(jobs.recompute == FULL, full, choose(jobs.recompute == SELECTIVE, some, everything))
+    share = choose(jobs.recompute > 0, jobs.recompute_share, 0.0)
     stored = share * stored + (1 - share) * everything
     # Backward needs the gradients of the layer's widest tensors, and the positions that tp gathers.
     item = jobs.activation_bytes
     wide_gradient = item * (jobs.feed_forward * (1 + jobs.gated) / jobs.tp + 2 * jobs.hidden)
     if jobs.has_experts:
-        wide_gradient = np.where(jobs.experts > 0, expert_gradients(jobs), wide_gradient)
+        wide_gradient = choose(jobs.experts > 0, expert_gradients(jobs), wide_gradient)
     gathered = 2 * item * jobs.hidden * (jobs.sequence_parallel > 0) * (jobs.tp > 1)
-    again = np.where((jobs.stack == HPC_TRAIN) & (jobs.recompute == SELECTIVE), everything - some, everything)
+    again = choose((jobs.stack == HPC_TRAIN) & (jobs.recompute == SELECTIVE), everything - some, everything)
     recomputed = tokens * again * (jobs.recompute > 0) * constants.activations
     return LayerActivations(
         stored=tokens * stored * constants.activations,
@@ -75,7 +75,7 @@ def _token_activations(jobs: Jobs) -> tuple[Column, Column, Column]:
     if not np.any(is_ours):
         return published
     everything, some, full = (
-        np.where(is_ours, *pair) for pair in zip(_our_token_activations(jobs), published, strict=True)
+        choose(is_ours, *pair) for pair in zip(_our_token_activations(jobs), published, strict=True)
     )
     return everything, some, full
 
@@ -93,9 +93,9 @@ def pending_gradient_bytes(jobs: Jobs, tokens: Column) -> Column:
     row-parallel layers are gathered over tp. For hpc_train's own models.
     """
     item, hidden = jobs.activation_bytes, jobs.hidden
-    width = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+    width = choose(jobs.sequence_parallel > 0, jobs.tp, 1.0)
     eager = (jobs.gated > 0) & (jobs.fused_elementwise == 0) & (item < _WIDE)
-    norms = 2 * np.where(eager, _WIDE, item) * hidden / width * (1 + jobs.output_norms)
+    norms = 2 * choose(eager, _WIDE, item) * hidden / width * (1 + jobs.output_norms)
     heads = (jobs.heads / jobs.tp + 2 * jobs.rank_key_heads) * jobs.head_dim
     return tokens * (norms + item * (heads + 2 * hidden + (1 + jobs.gated) * jobs.feed_forward / jobs.tp))
 
@@ -103,14 +103,14 @@ def pending_gradient_bytes(jobs: Jobs, tokens: Column) -> Column:
 def _norm_bytes(jobs: Jobs) -> tuple[Column, Column]:
     """Return bytes per token of hpc_train's models: (input of one norm, what a layer's two norms keep besides)."""
     item, hidden = jobs.activation_bytes, jobs.hidden
-    width = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+    width = choose(jobs.sequence_parallel > 0, jobs.tp, 1.0)
     # Without fully_shard, precision is autocast's: the residual stream stays in fp32.
     autocast = (jobs.zero == 0) & (jobs.tp == 1) & (jobs.pp == 1) & (item < _WIDE)
     eager = jobs.fused_elementwise == 0
     # An RMSNorm that is not fused keeps its normalised input, in fp32 and rounded to 16 bits.
-    norms = 2 * np.where(item < _WIDE, _WIDE + item, item) * hidden / width * (jobs.gated * eager)
-    norms = norms + np.where(autocast, 2 * item * hidden, 0.0)
-    return np.where(autocast, _WIDE, item) * hidden / width, norms
+    norms = 2 * choose(item < _WIDE, _WIDE + item, item) * hidden / width * (jobs.gated * eager)
+    norms = norms + choose(autocast, 2 * item * hidden, 0.0)
+    return choose(autocast, _WIDE, item) * hidden / width, norms
 
 
 def _dropout_bytes(jobs: Jobs) -> Column:
@@ -118,7 +118,7 @@ def _dropout_bytes(jobs: Jobs) -> Column:
 
     Over cp, attention with dropout gathers the keys and values of the whole sequence (parallel.context).
     """
-    width = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+    width = choose(jobs.sequence_parallel > 0, jobs.tp, 1.0)
     more_heads = jobs.heads / jobs.tp * _key_share(jobs) - jobs.rank_key_heads
     more_keys = 2 * more_heads * jobs.head_dim * jobs.activation_bytes
     return jobs.dropout * (2 * _MASK * jobs.hidden / width + more_keys)
@@ -126,12 +126,12 @@ def _dropout_bytes(jobs: Jobs) -> Column:
 
 def _key_share(jobs: Jobs) -> Column:
     """Return the ratio of the keys that a rank's attention sees to the positions that it has."""
-    return np.where(jobs.ulysses > 0, 1.0, jobs.cp)
+    return choose(jobs.ulysses > 0, 1.0, jobs.cp)
 
 
 def embedding_mask_bytes(jobs: Jobs, tokens: Column) -> Column:
     """Return the bytes of the mask of the embedding's dropout, kept for every micro-batch in flight."""
-    return jobs.dropout * tokens * _MASK * jobs.hidden / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+    return jobs.dropout * tokens * _MASK * jobs.hidden / choose(jobs.sequence_parallel > 0, jobs.tp, 1.0)
 
 
 def dropout_attention_working(jobs: Jobs, tokens: Column) -> Column:
@@ -142,8 +142,8 @@ def dropout_attention_working(jobs: Jobs, tokens: Column) -> Column:
     of queries and of the result, and of keys and values in fp32.
     """
     fp32 = np.maximum(jobs.activation_bytes, _WIDE)
-    heads = jobs.heads / jobs.tp / np.where(jobs.ulysses > 0, jobs.cp, 1.0)
-    queries = jobs.sequence / np.where(jobs.ulysses > 0, 1.0, jobs.cp)
+    heads = jobs.heads / jobs.tp / choose(jobs.ulysses > 0, jobs.cp, 1.0)
+    queries = jobs.sequence / choose(jobs.ulysses > 0, 1.0, jobs.cp)
     rows = jobs.micro_batch * heads * jobs.sequence
     scores = rows * np.minimum(queries, np.maximum(MIN_QUERIES, np.floor(MAX_SCORES / rows)))
     made = tokens * jobs.heads * jobs.head_dim / jobs.tp
@@ -168,31 +168,31 @@ def feed_forward_activations(jobs: Jobs, tokens: Column) -> Column:
     """Return the part of LayerActivations.whole that the feed-forward half keeps, for hpc_train's own models."""
     item, hidden = jobs.activation_bytes, jobs.hidden
     between, norms = _norm_bytes(jobs)
-    widened = np.where(jobs.gated > 0, 3 + (jobs.fused_elementwise == 0), 2.0) * jobs.feed_forward / jobs.tp * item
+    widened = choose(jobs.gated > 0, 3 + (jobs.fused_elementwise == 0), 2.0) * jobs.feed_forward / jobs.tp * item
     if jobs.has_experts:
         widened = mix_layers(jobs, widened, expert_activations(jobs))
-    masks = jobs.dropout * _MASK * hidden / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+    masks = jobs.dropout * _MASK * hidden / choose(jobs.sequence_parallel > 0, jobs.tp, 1.0)
     return tokens * ((between + norms / 2) * (1 + jobs.output_norms) + item * hidden + widened + masks)
 
 
 def _published_token_activations(jobs: Jobs) -> tuple[Column, Column, Column]:
     """Return a published stack's activation bytes per token with recompute none, selective and full."""
-    item, width = jobs.activation_bytes, np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
-    masks = np.where((jobs.gated > 0) | (jobs.stack >= FSDP), 0.0, 2.0)
+    item, width = jobs.activation_bytes, choose(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+    masks = choose((jobs.gated > 0) | (jobs.stack >= FSDP), 0.0, 2.0)
     # Megatron's 8-bit layers (Transformer Engine) keep the inputs of products in 8 bits; others keep them in 16.
-    given = np.where((jobs.peak_flops > jobs.peak_flops_attention) & (jobs.stack == MEGATRON), 1.0, item)
+    given = choose((jobs.peak_flops > jobs.peak_flops_attention) & (jobs.stack == MEGATRON), 1.0, item)
     unsplit = (2 * item + 2 * given + masks) * jobs.hidden / width
     # Attention keeps queries, keys, values and its result.
     heads = (2 * jobs.heads + 2 * jobs.kv_heads) * jobs.head_dim / jobs.tp * item
-    eager = np.where(jobs.fused_elementwise > 0, 0.0, item)
-    feed_forward = np.where(jobs.gated > 0, 2 * item + eager + given, item + given) * jobs.feed_forward / jobs.tp
+    eager = choose(jobs.fused_elementwise > 0, 0.0, item)
+    feed_forward = choose(jobs.gated > 0, 2 * item + eager + given, item + given) * jobs.feed_forward / jobs.tp
     if jobs.has_experts:
         feed_forward = mix_layers(jobs, feed_forward, expert_activations(jobs))
     # Without fused attention: softmax, its dropout's result and a one-byte mask for every pair of positions.
     scores = (2 * item + 1) * jobs.heads / jobs.tp * jobs.sequence * (jobs.fused_attention == 0)
     linear, attention, elementwise = recompute_shares(jobs)
     some = (
-        unsplit * np.where(elementwise > 0, 0.5, 1.0)
+        unsplit * choose(elementwise > 0, 0.5, 1.0)
         + heads
         + feed_forward * (1 - 0.5 * elementwise)
         + scores * (1 - attention)
@@ -211,13 +211,13 @@ def _our_token_activations(jobs: Jobs) -> tuple[Column, Column, Column]:
     between, norms = _norm_bytes(jobs)
     eager = jobs.fused_elementwise == 0
     heads = (2 * jobs.heads / jobs.tp + 2 * jobs.rank_key_heads) * jobs.head_dim * item
-    widened = np.where(jobs.gated > 0, 3 + eager, 2.0) * jobs.feed_forward / jobs.tp * item
+    widened = choose(jobs.gated > 0, 3 + eager, 2.0) * jobs.feed_forward / jobs.tp * item
     products = (1 + jobs.gated) * jobs.feed_forward / jobs.tp * item
     if np.any(jobs.head_norms):
         normalised = (jobs.heads / jobs.tp + jobs.rank_key_heads) * jobs.head_dim
-        heads = heads + jobs.head_norms * normalised * (item + np.where(item < _WIDE, _WIDE + item, item))
+        heads = heads + jobs.head_norms * normalised * (item + choose(item < _WIDE, _WIDE + item, item))
     if jobs.has_latent:
-        heads = heads + np.where(jobs.key_rank > 0, _latent_bytes(jobs), 0.0)
+        heads = heads + choose(jobs.key_rank > 0, _latent_bytes(jobs), 0.0)
     if jobs.has_experts:
         widened = mix_layers(jobs, widened, expert_activations(jobs))
         products = mix_layers(jobs, products, (2 * jobs.shared_width / jobs.tp + jobs.experts) * item)
@@ -238,7 +238,7 @@ def _latent_bytes(jobs: Jobs) -> Column:
     of keys.
     """
     item = jobs.activation_bytes
-    eager = np.where(item < _WIDE, _WIDE + item, item)
+    eager = choose(item < _WIDE, _WIDE + item, item)
     latents = (jobs.query_rank + jobs.key_rank) * (item + eager)
     return latents + jobs.heads * jobs.value_dim / jobs.tp * item
 
@@ -252,7 +252,7 @@ def _add_scores(jobs: Jobs, everything: Column, some: Column) -> tuple[Column, C
     """
     item = jobs.activation_bytes
     scores = jobs.heads / jobs.tp * jobs.sequence * jobs.stored_scores
-    softmax = np.where(item == _WIDE, _WIDE, _WIDE + item) + jobs.capped_scores * item
+    softmax = choose(item == _WIDE, _WIDE, _WIDE + item) + jobs.capped_scores * item
     more_heads = np.maximum(jobs.heads / jobs.tp - jobs.rank_key_heads, 0)
     repeated = 2 * more_heads * jobs.head_dim * item * np.maximum(jobs.stored_scores, jobs.masked_share)
     masks = jobs.masked_share * jobs.sequence * item

@@ -44,7 +44,7 @@ def take_columns(rows_of_columns: T, index: NDArray[np.intp]) -> T:
     """Return a dataclass of columns with the rows `index` of each; a column with one value stays as it is."""
     columns = {field.name: getattr(rows_of_columns, field.name) for field in fields(rows_of_columns)}
     return replace(
-        rows_of_columns, **{name: column[index] if column.ndim else column for name, column in columns.items()}
+        rows_of_columns, **{name: column[index] if column.size > 1 else column for name, column in columns.items()}
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from hpc_train.planner.constants import Constants
-from hpc_train.planner.model.jobs import FULL, Column, Jobs
+from hpc_train.planner.model.jobs import FULL, Column, Jobs, choose
 from hpc_train.planner.model.network import all_to_all_seconds, make_rank_group
 from hpc_train.planner.model.products import grouped_seconds, linear_seconds
 
@@ -36,7 +36,7 @@ def rank_rows(jobs: Jobs, tokens: Column) -> Column:
 
 def _rows_of_token(jobs: Jobs) -> Column:
     """Return the rows per token of the busiest rank; without ep every rank has all experts, and none is busier."""
-    return jobs.top_k * np.where(jobs.ep > 1, jobs.imbalance, 1.0)
+    return jobs.top_k * choose(jobs.ep > 1, jobs.imbalance, 1.0)
 
 
 def expert_products(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column, Column]:
@@ -82,9 +82,9 @@ def exchange_seconds(jobs: Jobs, constants: Constants) -> tuple[Column, Column]:
         nodes = group.ranks / group.within
         # Of top_k experts drawn evenly, the expected number on nodes that are all different.
         different = nodes * (1 - (1 - 1 / nodes) ** jobs.top_k)
-        exchange = exchange * np.where((jobs.sends_once > 0) & (nodes > 1), different / np.maximum(jobs.top_k, 1), 1.0)
+        exchange = exchange * choose((jobs.sends_once > 0) & (nodes > 1), different / np.maximum(jobs.top_k, 1), 1.0)
     once = constants.exchange * jobs.sparse_share * exchange
-    again = np.where(jobs.recompute == FULL, jobs.recompute_share, 0.0)
+    again = choose(jobs.recompute == FULL, jobs.recompute_share, 0.0)
     return once, (1 + again) * once
 
 
@@ -95,9 +95,9 @@ def expert_activations(jobs: Jobs) -> Column:
     is put back in order; with ep the result before it travels back, too. Of every token: the router's input.
     """
     item, rows = jobs.activation_bytes, _rows_of_token(jobs)
-    kept_widths = np.where(jobs.fused_elementwise > 0, 3.0, 4.0)
+    kept_widths = choose(jobs.fused_elementwise > 0, 3.0, 4.0)
     tp_share = jobs.expert_tp / jobs.tp
-    copies = np.where(jobs.ep > 1, 4.0, 3.0)
+    copies = choose(jobs.ep > 1, 4.0, 3.0)
     routed = rows * tp_share * (copies * jobs.hidden + kept_widths * jobs.expert_width / jobs.expert_tp)
     return (
         (routed + kept_widths * jobs.shared_width / jobs.tp + jobs.hidden) * item

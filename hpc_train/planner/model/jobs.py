@@ -214,10 +214,30 @@ class Jobs:
     adapter_weights: Column = field(default_factory=_zero)
     """Trained weights of the adapters (LoRA) of one layer, whose own weights are frozen; 0: all weights are trained."""
 
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of all columns after broadcasting: [n], or [rows, techniques] in a search."""
+        return np.broadcast_shapes(*(column.shape for column in job_columns(self).values() if column.ndim))
+
     @property
     def n(self) -> int:
         """Number of jobs, after broadcasting."""
-        return int(np.prod(np.broadcast_shapes(*(getattr(self, field.name).shape for field in fields(self)))))
+        return math.prod(self.shape)
+
+    @cached_property
+    def condensed(self) -> Jobs:
+        """The same jobs with one entry in each column whose values are all equal.
+
+        Jobs that are searched together share many values, and what depends on these alone is then computed once. A
+        column keeps its axes, with length 1, so that the axis of stages stays in front of them.
+        """
+        columns = {name: column for name, column in job_columns(self).items() if column.size > 1}
+        equal = {
+            name: column[(slice(1),) * column.ndim]
+            for name, column in columns.items()
+            if (column == column.flat[0]).all()
+        }
+        return replace(self, **equal) if equal else self
 
     @cached_property
     def data_parallel(self) -> Column:
@@ -256,7 +276,7 @@ class Jobs:
     @cached_property
     def sparse_share(self) -> Column:
         """Share of the layers that are mixtures of experts."""
-        share: Column = np.where(self.experts > 0, 1 - self.dense_layers / self.layers, 0.0)
+        share: Column = choose(self.experts > 0, 1 - self.dense_layers / self.layers, 0.0)
         return share
 
     @property
@@ -276,9 +296,9 @@ class Jobs:
         if not self.has_latent:
             return weights
         expanded = self.key_rank * self.heads * (self.head_dim - self.rotary_width + self.value_dim)
-        queries = self.heads * self.head_dim * np.where(self.query_rank > 0, self.query_rank, self.hidden)
+        queries = self.heads * self.head_dim * choose(self.query_rank > 0, self.query_rank, self.hidden)
         latent = self.narrow_parameters + queries + expanded + self.heads * self.value_dim * self.hidden
-        return np.where(self.key_rank > 0, latent, weights)
+        return choose(self.key_rank > 0, latent, weights)
 
     @property
     def narrow_parameters(self) -> Column:
@@ -313,18 +333,18 @@ class Jobs:
         copies_keys = (self.stack == HPC_TRAIN) & (self.kv_heads % self.tp != 0)
         weights = self.attention_parameters + (2 + self.gated) * self.hidden * self.feed_forward
         if not self.has_experts and not self.has_latent:
-            return (weights - keys) / self.tp + keys / np.where(copies_keys, 1.0, self.tp)
+            return (weights - keys) / self.tp + keys / choose(copies_keys, 1.0, self.tp)
         weights = weights + self._experts_instead(_zero())
-        keys = np.where(self.key_rank > 0, 0.0, keys)
+        keys = choose(self.key_rank > 0, 0.0, keys)
         unsplit = (
-            np.where(self.key_rank > 0, self.narrow_parameters, 0.0) + self.sparse_share * self.hidden * self.experts
+            choose(self.key_rank > 0, self.narrow_parameters, 0.0) + self.sparse_share * self.hidden * self.experts
         )
-        return (weights - keys - unsplit) / self.tp + keys / np.where(copies_keys, 1.0, self.tp) + unsplit
+        return (weights - keys - unsplit) / self.tp + keys / choose(copies_keys, 1.0, self.tp) + unsplit
 
     @property
     def expert_tp(self) -> Column:
         """Ranks that split the width of each expert: those of tp in hpc_train; Megatron has whole experts."""
-        return np.where(self.stack == HPC_TRAIN, self.tp, 1.0)
+        return choose(self.stack == HPC_TRAIN, self.tp, 1.0)
 
     @property
     def rank_expert_parameters(self) -> Column:
@@ -340,20 +360,20 @@ class Jobs:
     def trained_share(self) -> Column:
         """Share of a layer's weights that are trained; those outside of layers are trained only if all are."""
         adapters = self.adapter_weights / (self.all_layer_parameters + self.adapter_weights)
-        return np.where(self.adapter_weights > 0, adapters, 1.0)
+        return choose(self.adapter_weights > 0, adapters, 1.0)
 
     @cached_property
     def attention_dim(self) -> Column:
         """Mean width of a query and a value of one head: what attention's FLOPs are counted with."""
         if not self.has_latent:
             return self.head_dim
-        return np.where(self.key_rank > 0, (self.head_dim + self.value_dim) / 2, self.head_dim)
+        return choose(self.key_rank > 0, (self.head_dim + self.value_dim) / 2, self.head_dim)
 
     @cached_property
     def rank_key_heads(self) -> Column:
         """Return the heads of keys and values that a rank of tp computes."""
         share = self.kv_heads / self.tp
-        return np.where(self.stack == HPC_TRAIN, np.ceil(share), share)
+        return choose(self.stack == HPC_TRAIN, np.ceil(share), share)
 
     @property
     def tokens(self) -> Column:
@@ -373,6 +393,13 @@ class Jobs:
 def as_column(value: object) -> Column:
     """Convert a number or a list of numbers to a column."""
     return np.asarray(value, np.float64)
+
+
+def choose(condition: NDArray[np.bool_], yes: Column | float, no: Column | float) -> Column:
+    """Return np.where of the arguments, without copying them if one condition holds for all jobs."""
+    if condition.size == 1:
+        return as_column(yes if condition.item() else no)
+    return np.where(condition, yes, no)
 
 
 def take_single(column: Column | float) -> float:

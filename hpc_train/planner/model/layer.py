@@ -11,7 +11,7 @@ import numpy as np
 
 from hpc_train.planner.constants import Constants
 from hpc_train.planner.model.experts import expert_elementwise, expert_kernels, expert_products, mix_layers
-from hpc_train.planner.model.jobs import DEEPSPEED, FSDP, FULL, HPC_TRAIN, SELECTIVE, Column, Jobs
+from hpc_train.planner.model.jobs import DEEPSPEED, FSDP, FULL, HPC_TRAIN, SELECTIVE, Column, Jobs, choose
 from hpc_train.planner.model.products import linear_seconds, misalignment_factor, wide_products
 
 # Elementwise work is limited by memory bandwidth. A pass reads or writes every element of a tensor once. These are the
@@ -69,16 +69,16 @@ def layer_work(jobs: Jobs, constants: Constants) -> LayerWork:
         # Frozen weights have no gradients: one product of backward is left. The adapter's own are thin.
         adapters = _adapter_seconds(jobs, constants, tokens)
         elementwise, elementwise_backward = elementwise + adapters, elementwise_backward + 2 * adapters
-        backward_products = np.where(jobs.adapter_weights > 0, 1.0, 2.0)
-    layers_again = np.where(jobs.recompute > 0, jobs.recompute_share, 0.0)
+        backward_products = choose(jobs.adapter_weights > 0, 1.0, 2.0)
+    layers_again = choose(jobs.recompute > 0, jobs.recompute_share, 0.0)
     linear_again, attention_again, elementwise_again = recompute_shares(jobs)
     # torch stops recomputing before a layer's last product, since backward does not need its result (FSDP and
     # hpc_train). Megatron and DeepSpeed recompute it.
-    products_again = linear - np.where(jobs.stack >= FSDP, last_product, 0.0)
+    products_again = linear - choose(jobs.stack >= FSDP, last_product, 0.0)
     # attention_score_width is multiply-adds of one token, as layer_parameters are: two FLOPs each.
     flops_again = linear_again * 2 * jobs.layer_parameters + attention_again * 2 * attention_score_width(jobs)
     # Kernels: those of all products are launched again only by full recomputation.
-    kernels = np.where(jobs.fused_attention + jobs.fused_elementwise > 0, _FUSED_KERNELS, 1.0)
+    kernels = choose(jobs.fused_attention + jobs.fused_elementwise > 0, _FUSED_KERNELS, 1.0)
     kernels = kernels * _launch_seconds(jobs, constants)
     forward_kernels, expert_launches = _KERNELS_FORWARD + expert_kernels(jobs), 2 * expert_kernels(jobs)
     return LayerWork(
@@ -98,8 +98,8 @@ def layer_work(jobs: Jobs, constants: Constants) -> LayerWork:
 def _launch_seconds(jobs: Jobs, constants: Constants) -> Column:
     """Return the host's seconds to launch one kernel. hpc_train's own tp has plain tensors inside of its layers."""
     dispatched = (jobs.stack == FSDP) & (jobs.tp > 1) & (jobs.fused_elementwise == 0)
-    seconds = np.where(jobs.stack == DEEPSPEED, constants.launch_deepspeed, constants.launch)
-    return np.where(dispatched, constants.launch_dtensor, seconds)
+    seconds = choose(jobs.stack == DEEPSPEED, constants.launch_deepspeed, constants.launch)
+    return choose(dispatched, constants.launch_dtensor, seconds)
 
 
 def attention_score_width(jobs: Jobs) -> Column:
@@ -107,7 +107,7 @@ def attention_score_width(jobs: Jobs) -> Column:
 
     Fused causal attention skips the half of the positions that are masked.
     """
-    pairs = np.where(jobs.fused_attention > 0, pair_share(jobs), 2.0)
+    pairs = choose(jobs.fused_attention > 0, pair_share(jobs), 2.0)
     return jobs.heads * jobs.attention_dim * jobs.sequence * pairs
 
 
@@ -117,14 +117,14 @@ def pair_share(jobs: Jobs) -> Column:
     Our own models have FlexAttention for windows, which skips the keys that no query sees. transformers gives a window
     to torch's kernel as a mask of all pairs, so that a masked layer computes twice those of causal attention.
     """
-    share: Column = np.where(jobs.masked_share > 0, 1 + jobs.masked_share, jobs.seen_share)
+    share: Column = choose(jobs.masked_share > 0, 1 + jobs.masked_share, jobs.seen_share)
     return share
 
 
 def _count_score_passes(jobs: Jobs, constants: Constants) -> Column:
     """Return the passes of forward over scores that are in memory."""
     eager = _EAGER_SCORE_PASSES + _SCORE_CAP_PASSES * jobs.capped_scores
-    passes: Column = np.where(jobs.stored_scores > 0, eager, constants.score_passes)
+    passes: Column = choose(jobs.stored_scores > 0, eager, constants.score_passes)
     return passes
 
 
@@ -137,9 +137,9 @@ def recompute_shares(jobs: Jobs) -> tuple[Column, Column, Column]:
     """
     full, some = jobs.recompute == FULL, jobs.recompute == SELECTIVE
     is_fsdp, is_ours = jobs.stack == FSDP, jobs.stack == HPC_TRAIN
-    linear = np.where(full, 1.0, np.where(some & is_fsdp, 0.5, 0.0))
-    attention = np.where(full | (some & ~is_ours & ~is_fsdp), 1.0, 0.0)
-    elementwise = np.where(full | (some & (is_fsdp | is_ours)), 1.0, 0.0)
+    linear = choose(full, 1.0, choose(some & is_fsdp, 0.5, 0.0))
+    attention = choose(full | (some & ~is_ours & ~is_fsdp), 1.0, 0.0)
+    elementwise = choose(full | (some & (is_fsdp | is_ours)), 1.0, 0.0)
     return linear, attention, elementwise
 
 
@@ -155,7 +155,7 @@ def _all_products_seconds(jobs: Jobs, constants: Constants, tokens: Column) -> t
     attention = linear_seconds(jobs, constants, tokens, jobs.hidden, queries + 2 * keys)
     attention = attention + linear_seconds(jobs, constants, tokens, queries, jobs.hidden)
     if jobs.has_latent:
-        attention = np.where(jobs.key_rank > 0, _latent_seconds(jobs, constants, tokens), attention)
+        attention = choose(jobs.key_rank > 0, _latent_seconds(jobs, constants, tokens), attention)
     width = jobs.feed_forward / jobs.tp
     first = linear_seconds(jobs, constants, tokens, jobs.hidden, width * (1 + jobs.gated))
     last = linear_seconds(jobs, constants, tokens, width, jobs.hidden)
@@ -171,8 +171,8 @@ def _latent_seconds(jobs: Jobs, constants: Constants, tokens: Column) -> Column:
     queries, values = jobs.heads * jobs.head_dim / jobs.tp, jobs.heads * jobs.value_dim / jobs.tp
     keys_and_values = jobs.heads * (jobs.head_dim - jobs.rotary_width + jobs.value_dim) / jobs.tp
     # Where tp splits positions, each rank makes the latents of its own. Widths of 0 belong to jobs without latents.
-    positions = tokens / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
-    query_inputs = np.where(jobs.query_rank > 0, jobs.query_rank, jobs.hidden)
+    positions = tokens / choose(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+    query_inputs = choose(jobs.query_rank > 0, jobs.query_rank, jobs.hidden)
     seconds = linear_seconds(jobs, constants, positions, jobs.hidden, np.maximum(latents, 1))
     seconds = seconds + linear_seconds(jobs, constants, tokens, query_inputs, queries)
     seconds = seconds + linear_seconds(jobs, constants, tokens, np.maximum(jobs.key_rank, 1), keys_and_values)
@@ -188,7 +188,7 @@ def _attention_seconds(jobs: Jobs, constants: Constants, tokens: Column) -> tupl
     # because it computes the scores again (Dao et al. 2022, arXiv:2205.14135).
     flash = jobs.peak_flops_attention * jobs.attention_ceiling * constants.flash_efficiency
     # Ring attention computes blocks of one rank's positions by another's.
-    positions = jobs.sequence / np.where(jobs.ulysses > 0, 1.0, jobs.cp)
+    positions = jobs.sequence / choose(jobs.ulysses > 0, 1.0, jobs.cp)
     flash = flash * positions / (positions + constants.flash_half)
     fused = 2 * tokens * jobs.sequence * width * slow / flash * pair_share(jobs)
     # Not fused: two products over all pairs, and passes over the scores in memory.
@@ -199,25 +199,25 @@ def _attention_seconds(jobs: Jobs, constants: Constants, tokens: Column) -> tupl
     is_fused = jobs.fused_attention > 0
     # Short sequences: fused attention is at least as fast as computing the scores one after another.
     unfused, unfused_backward = products + passes, 2 * products + _BACKWARD_PASSES * passes
-    forward = np.where(is_fused, np.minimum(fused, unfused), unfused)
-    return forward, np.where(is_fused, np.minimum(2.5 * fused, unfused_backward), unfused_backward)
+    forward = choose(is_fused, np.minimum(fused, unfused), unfused)
+    return forward, choose(is_fused, np.minimum(2.5 * fused, unfused_backward), unfused_backward)
 
 
 def _elementwise_seconds(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column, Column]:
     """Return the seconds of norms, residuals and activation functions: (forward, backward)."""
     # tp splits norms and residuals only if it splits positions (sequence parallelism).
     norms = _NORM_PASSES * (1 + jobs.output_norms)
-    unsplit = (norms + _RESIDUAL_PASSES) * jobs.hidden / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
-    activation = np.where(jobs.gated > 0, _GATED_PASSES, _ACTIVATION_PASSES) * jobs.feed_forward
+    unsplit = (norms + _RESIDUAL_PASSES) * jobs.hidden / choose(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+    activation = choose(jobs.gated > 0, _GATED_PASSES, _ACTIVATION_PASSES) * jobs.feed_forward
     rotary = _ROTARY_PASSES * (jobs.heads + jobs.kv_heads) * jobs.head_dim * jobs.gated
-    kernels = np.where(jobs.fused_elementwise > 0, constants.compiled, 1.0)
+    kernels = choose(jobs.fused_elementwise > 0, constants.compiled, 1.0)
     # The passes are those of Megatron's hand-fused kernels; FSDP and hpc_train run plain PyTorch kernels unless they
     # are compiled.
-    eager = np.where(jobs.stack >= FSDP, constants.eager, 1.0)
+    eager = choose(jobs.stack >= FSDP, constants.eager, 1.0)
     activation = activation / jobs.tp
     if jobs.has_experts:
         activation = mix_layers(jobs, activation, expert_elementwise(jobs, constants))
-    elements = tokens * (unsplit + activation + rotary / jobs.tp) * kernels * np.where(kernels < 1, 1.0, eager)
+    elements = tokens * (unsplit + activation + rotary / jobs.tp) * kernels * choose(kernels < 1, 1.0, eager)
     forward = elements * jobs.activation_bytes / (jobs.memory_bandwidth * constants.memory_efficiency)
     return forward, _BACKWARD_PASSES * forward
 

@@ -15,7 +15,7 @@ from hpc_train.planner.constants import Constants
 from hpc_train.planner.model.activations import layer_activations
 from hpc_train.planner.model.distinct import find_distinct_jobs, take_columns
 from hpc_train.planner.model.experts import exchange_seconds
-from hpc_train.planner.model.jobs import FSDP, FULL, Column, Jobs
+from hpc_train.planner.model.jobs import FSDP, FULL, Column, Jobs, choose
 from hpc_train.planner.model.layer import LayerWork, attention_score_width, layer_work
 from hpc_train.planner.model.network import all_reduce_seconds, all_to_all_seconds, make_rank_group, send_seconds
 
@@ -99,12 +99,12 @@ def _copy_seconds(jobs: Jobs, constants: Constants) -> Column:
     if not np.any(jobs.offload_activations):
         return np.zeros(())
     stored = layer_activations(jobs, constants, jobs.micro_batch * jobs.sequence / jobs.cp).stored
-    return np.where(jobs.offload_activations > 0, stored / get_pcie_bandwidth(jobs), 0.0)
+    return choose(jobs.offload_activations > 0, stored / get_pcie_bandwidth(jobs), 0.0)
 
 
 def get_pcie_bandwidth(jobs: Jobs) -> Column:
     """Return bytes/s between a GPU and its host, one direction; PCIE_BANDWIDTH where it is unknown."""
-    return np.where(jobs.host_bandwidth > 0, jobs.host_bandwidth, PCIE_BANDWIDTH)
+    return choose(jobs.host_bandwidth > 0, jobs.host_bandwidth, PCIE_BANDWIDTH)
 
 
 def _tensor_seconds(jobs: Jobs, constants: Constants) -> tuple[Column, Column]:
@@ -117,13 +117,13 @@ def _tensor_seconds(jobs: Jobs, constants: Constants) -> tuple[Column, Column]:
     once = all_reduce_seconds(make_rank_group(jobs, constants, jobs.tp, np.ones(()), jobs.overlap_tensor), size)
     # A ring of n ranks has 2 (n - 1) hops; with CUDA_LAUNCH_BLOCKING ranks arrive late at each of them.
     once = once + 2 * (jobs.tp - 1) * jobs.launch_blocking * constants.blocking
-    once = once * np.where(jobs.stack >= FSDP, constants.tensor_pytorch, 1.0)
+    once = once * choose(jobs.stack >= FSDP, constants.tensor_pytorch, 1.0)
     # NCCL gathers along the first dimension, but tp splits positions, which are the second: PyTorch copies the result
     # of each gather and the input of each scatter, a read and a write of the whole tensor each.
     copies = 4 * size / (jobs.memory_bandwidth * constants.memory_efficiency)
-    once = once + np.where((jobs.stack >= FSDP) & (jobs.sequence_parallel > 0) & (jobs.tp > 1), copies, 0.0)
-    exposed = 1 - np.where(jobs.overlap_tensor > 0, constants.overlap_tensor, 0.0)
-    again = np.where(jobs.recompute == FULL, jobs.recompute_share, 0.0)
+    once = once + choose((jobs.stack >= FSDP) & (jobs.sequence_parallel > 0) & (jobs.tp > 1), copies, 0.0)
+    exposed = 1 - choose(jobs.overlap_tensor > 0, constants.overlap_tensor, 0.0)
+    again = choose(jobs.recompute == FULL, jobs.recompute_share, 0.0)
     sums = 2 - jobs.parallel_block
     return sums * once * exposed, sums * (1 + again) * once * exposed
 
@@ -133,7 +133,7 @@ def _context_seconds(jobs: Jobs, constants: Constants, work: LayerWork) -> Colum
     ring = _ring_seconds(jobs, constants, work)
     if not np.any(jobs.ulysses):
         return ring
-    return np.where(jobs.ulysses > 0, _ulysses_seconds(jobs, constants), ring)
+    return choose(jobs.ulysses > 0, _ulysses_seconds(jobs, constants), ring)
 
 
 def ulysses_bytes(jobs: Jobs) -> Column:
@@ -150,7 +150,7 @@ def ulysses_bytes(jobs: Jobs) -> Column:
 
 def _count_attention_passes(jobs: Jobs) -> Column:
     """Return how often a layer's attention runs: forward, backward, and once more if it is recomputed."""
-    return 2 + np.where(jobs.recompute == FULL, jobs.recompute_share, 0.0)
+    return 2 + choose(jobs.recompute == FULL, jobs.recompute_share, 0.0)
 
 
 def _ulysses_seconds(jobs: Jobs, constants: Constants) -> Column:
@@ -172,4 +172,4 @@ def _ring_seconds(jobs: Jobs, constants: Constants, work: LayerWork) -> Column:
     # Only attention itself runs beside the transfers: its share of the layer by FLOPs.
     width = attention_score_width(jobs)
     attention = (work.forward + work.backward) * width / (jobs.layer_parameters + width)
-    return np.where(jobs.cp > 1, np.maximum(moved - constants.overlap_data * attention, hop), 0.0)
+    return choose(jobs.cp > 1, np.maximum(moved - constants.overlap_data * attention, hop), 0.0)

@@ -103,11 +103,13 @@ class MemoryTotals:
 def estimate_memory_totals(jobs: Jobs, constants: Constants) -> MemoryTotals:
     """Estimate the totals only: the same numbers as estimate_memory, in half of the time."""
     assert np.all(jobs.stack == HPC_TRAIN)
+    shape = jobs.shape or (1,)
+    jobs = jobs.condensed
     allocated, waiting = estimate_peak_total(jobs, constants)
     highest = allocated.max(axis=0)
     total = highest + constants.fragmentation * highest + constants.context
     fits = _judge(total, jobs.memory_bytes, _choose_headroom(jobs, constants), constants.memory_margin)
-    return MemoryTotals(total, fits, waiting)
+    return MemoryTotals(np.broadcast_to(total, shape), np.broadcast_to(fits, shape), waiting)
 
 
 def estimate_host_memory(jobs: Jobs, waiting: Column) -> Column:
@@ -185,7 +187,7 @@ def _estimate_published_parts(
     gradients = gradients * np.where((jobs.offload > 1) & (jobs.zero >= 2), 0.0, 1.0)
     optimizer = _optimizer_bytes(jobs, optimizer_weights) * (jobs.offload == 0)
     total = parameters + gradients + optimizer + activations + logits + buffers
-    return PeakMemory(parameters, gradients, optimizer, activations, logits, buffers, waiting, total)
+    return PeakMemory(parameters, gradients, optimizer, activations, logits, buffers, total, waiting)
 
 
 def _optimizer_bytes(jobs: Jobs, weights: Column) -> Column:

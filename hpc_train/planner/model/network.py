@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpc_train.planner.constants import Constants
-from hpc_train.planner.model.jobs import DEEPSPEED, FULL, HPC_TRAIN, SCHEDULES, Column, Jobs, replace_columns
+from hpc_train.planner.model.jobs import DEEPSPEED, FULL, HPC_TRAIN, SCHEDULES, Column, Jobs, choose, replace_columns
 from hpc_train.planner.model.pipeline import SPLITS_BACKWARD
 from hpc_train.traffic.sharding import count_block_gathers, count_end_gathers, count_reductions
 
@@ -45,15 +45,15 @@ def make_rank_group(
     nodes = ranks / within
     crosses = ranks * stride > jobs.nvlink_domain
     # Without a switch a rank has a link of its own to each peer: rings over all of them use all, a single ring one.
-    links = within - 1 if single is None else np.where(single > 0, 1.0, within - 1)
+    links = within - 1 if single is None else choose(single > 0, 1.0, within - 1)
     link = 1 / (_get_link_bandwidth(jobs, links) * constants.link_efficiency)
     # Groups in the same node share its NICs: each group has those of its own members.
-    rails = within if single is None else np.where(single > 0, 1.0, within)
+    rails = within if single is None else choose(single > 0, 1.0, within)
     single_nic = _compute_oversubscription(jobs, ranks * stride) / (jobs.nic_bandwidth * constants.nic_efficiency)
     nic = single_nic / rails
-    slowest = np.where(crosses, np.maximum(nic, link), link)
-    per_hop = np.where(crosses, (nodes * constants.nic_latency + (ranks - nodes) * constants.link_latency) / ranks, 0)
-    return RankGroup(ranks, within, slowest, np.where(crosses, per_hop, constants.link_latency), link, single_nic)
+    slowest = choose(crosses, np.maximum(nic, link), link)
+    per_hop = choose(crosses, (nodes * constants.nic_latency + (ranks - nodes) * constants.link_latency) / ranks, 0)
+    return RankGroup(ranks, within, slowest, choose(crosses, per_hop, constants.link_latency), link, single_nic)
 
 
 def _get_link_bandwidth(jobs: Jobs, peers: Column) -> Column:
@@ -67,8 +67,8 @@ def _compute_oversubscription(jobs: Jobs, extent: Column) -> Column:
     """Return by how much oversubscribed switches slow down groups that span `extent` ranks."""
     if np.all(jobs.leaf_oversubscription == 1) and np.all(jobs.group_oversubscription == 1):
         return np.ones(())
-    leaf = np.where(extent > jobs.leaf_gpus, jobs.leaf_oversubscription, 1.0)
-    return leaf * np.where(extent > jobs.group_gpus, jobs.group_oversubscription, 1.0)
+    leaf = choose(extent > jobs.leaf_gpus, jobs.leaf_oversubscription, 1.0)
+    return leaf * choose(extent > jobs.group_gpus, jobs.group_oversubscription, 1.0)
 
 
 def all_gather_seconds(at: RankGroup, size: Column, calls: Column) -> Column:
@@ -102,7 +102,8 @@ _TREE_HOPS_PER_LEVEL, _TREE_HOPS_OF_ROOT = 4.0, 1.0
 """Hops of a ring that one way of an all-reduce through a tree takes: so many for each level, and one for the root.
 
 An assumption, not fitted: NCCL's own tuning (src/graph/tuning.cc) has one hop for each level and way. Four make trees
-win from 19 ranks on.
+win from 19 ranks on. With half a hop or eight in their place, no time of 614 published runs changes by more than 3 %,
+and their mean error by 0.02 %.
 """
 
 
@@ -121,8 +122,8 @@ def send_seconds(jobs: Jobs, constants: Constants, size: Column, stride: Column)
     crosses = stride * 2 > jobs.nvlink_domain
     nic = _compute_oversubscription(jobs, stride * 2) / (jobs.nic_bandwidth * constants.nic_efficiency)
     link = 1 / (_get_link_bandwidth(jobs, np.ones(())) * constants.link_efficiency)
-    latency = np.where(crosses, constants.nic_latency, constants.link_latency)
-    return size * np.where(crosses, nic, link) + latency
+    latency = choose(crosses, constants.nic_latency, constants.link_latency)
+    return size * choose(crosses, nic, link) + latency
 
 
 def exposed_seconds(communication: Column, window: Column, share: Column, edge: Column) -> Column:
@@ -170,11 +171,11 @@ def count_uses(jobs: Jobs) -> DataUses:
     if np.all(jobs.stack == HPC_TRAIN) and not np.any(jobs.reduce_once):
         return uses
     once = (jobs.pp > 1) & (jobs.stack != HPC_TRAIN)
-    again = np.where((jobs.zero == 3) & (jobs.reshard > 0) & (split == 0), m + 1, 1.0)
+    again = choose((jobs.zero == 3) & (jobs.reshard > 0) & (split == 0), m + 1, 1.0)
     return DataUses(
-        np.where(once, again, uses.gathers),
-        np.where(once, 1.0, uses.end_gathers),
-        np.where(once | (jobs.reduce_once > 0), 1.0, uses.reductions),
+        choose(once, again, uses.gathers),
+        choose(once, 1.0, uses.end_gathers),
+        choose(once | (jobs.reduce_once > 0), 1.0, uses.reductions),
     )
 
 
@@ -185,9 +186,9 @@ def _count_split_backwards(jobs: Jobs) -> Column:
     last ones, to fill the end of the step.
     """
     v = jobs.virtual_stages
-    split = np.where(np.isin(jobs.schedule, SPLITS_BACKWARD), jobs.micro_batches * (v - 1) / v, 0.0)
-    split = np.where(jobs.schedule == _DUALPIPEV, (jobs.pp - 1) / 2, split)
-    return np.where(jobs.pp > 1, split, 0.0)
+    split = choose(np.isin(jobs.schedule, SPLITS_BACKWARD), jobs.micro_batches * (v - 1) / v, 0.0)
+    split = choose(jobs.schedule == _DUALPIPEV, (jobs.pp - 1) / 2, split)
+    return choose(jobs.pp > 1, split, 0.0)
 
 
 def data_volume(jobs: Jobs, layers: Column, ends: Column, uses: DataUses | None = None) -> DataVolume:
@@ -197,12 +198,12 @@ def data_volume(jobs: Jobs, layers: Column, ends: Column, uses: DataUses | None 
     gathered = (layers * uses.gathers + ends * uses.end_gathers) * jobs.activation_bytes
     trained = layers + ends
     if jobs.has_adapters:  # frozen weights are gathered and have no gradients
-        trained = np.where(jobs.adapter_weights > 0, layers * jobs.trained_share, trained)
+        trained = choose(jobs.adapter_weights > 0, layers * jobs.trained_share, trained)
     scattered = trained * uses.reductions * jobs.reduce_bytes
-    copies = np.where(sharded, jobs.dp_shard * jobs.cp, 1.0)
+    copies = choose(sharded, jobs.dp_shard * jobs.cp, 1.0)
     return DataVolume(
-        np.where(sharded, gathered, 0.0),
-        np.where(sharded, scattered, 0.0),
+        choose(sharded, gathered, 0.0),
+        choose(sharded, scattered, 0.0),
         trained * jobs.reduce_bytes / copies,
     )
 
@@ -236,12 +237,12 @@ def data_seconds(
         expert_jobs = _replace_expert_shards(jobs)
         more = _time_data_collectives(expert_jobs, constants, uses, experts / jobs.ep, np.zeros(()), jobs.tp * jobs.ep)
         gather, scatter = gather + more[0], scatter + more[1]
-    share = np.where(jobs.overlap_data > 0, constants.overlap_data, 0.0)
+    share = choose(jobs.overlap_data > 0, constants.overlap_data, 0.0)
     # Gathers for forward overlap forward; gathers for backward and reductions overlap backward. first: share of the
     # gathers that are for forward.
     both = (jobs.zero == 3) & (jobs.reshard > 0)
-    first = np.where(both & (uses.gathers > 1), jobs.micro_batches / np.maximum(uses.gathers, 1), 1.0)
-    first = np.where(both & (jobs.stack != HPC_TRAIN), 0.5, first)
+    first = choose(both & (uses.gathers > 1), jobs.micro_batches / np.maximum(uses.gathers, 1), 1.0)
+    first = choose(both & (jobs.stack != HPC_TRAIN), 0.5, first)
     again = gather * (1 - first) * (1 + _compute_regathered_share(jobs))
     ahead, behind = gather * first, again + scatter
     # Nothing hides the first gather and the last reduction: one layer of `count`.
@@ -276,8 +277,8 @@ def _count_calls(jobs: Jobs) -> Column:
     zero 3 has one for each layer and one for the ends; DeepSpeed shards each of a layer's twelve tensors by itself.
     Otherwise all parameters are one buffer.
     """
-    tensors = np.where(jobs.stack == DEEPSPEED, 12.0, 1.0)
-    return np.where(jobs.zero == 3, tensors * jobs.layers / jobs.pp + 1, 1.0)
+    tensors = choose(jobs.stack == DEEPSPEED, 12.0, 1.0)
+    return choose(jobs.zero == 3, tensors * jobs.layers / jobs.pp + 1, 1.0)
 
 
 def _compute_regathered_share(jobs: Jobs) -> Column:
@@ -285,8 +286,8 @@ def _compute_regathered_share(jobs: Jobs) -> Column:
 
     DeepSpeed frees parameters after the recomputed forward; FSDP keeps them until backward has used them.
     """
-    recomputed = np.where(jobs.recompute == FULL, jobs.recompute_share, 0.0)
-    return np.where(jobs.stack == DEEPSPEED, recomputed, 0.0)
+    recomputed = choose(jobs.recompute == FULL, jobs.recompute_share, 0.0)
+    return choose(jobs.stack == DEEPSPEED, recomputed, 0.0)
 
 
 def _make_data_groups(jobs: Jobs, constants: Constants, stride: Column) -> tuple[RankGroup, RankGroup]:
@@ -296,6 +297,6 @@ def _make_data_groups(jobs: Jobs, constants: Constants, stride: Column) -> tuple
     """
     sharded = jobs.zero > 0
     shards = jobs.dp_shard * jobs.cp
-    shard = make_rank_group(jobs, constants, np.where(sharded, shards, 1.0), stride)
-    copies = np.where(sharded, jobs.dp_replicate, jobs.dp_replicate * shards)
-    return shard, make_rank_group(jobs, constants, copies, np.where(sharded, stride * shards, stride))
+    shard = make_rank_group(jobs, constants, choose(sharded, shards, 1.0), stride)
+    copies = choose(sharded, jobs.dp_replicate, jobs.dp_replicate * shards)
+    return shard, make_rank_group(jobs, constants, copies, choose(sharded, stride * shards, stride))

@@ -8,9 +8,10 @@ test compares the two.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import reduce
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,7 @@ from hpc_train.planner.model.activations import (
     pending_gradient_bytes,
     stored_scores_working,
 )
-from hpc_train.planner.model.jobs import SCHEDULES, Column, Jobs
+from hpc_train.planner.model.jobs import SCHEDULES, Column, Jobs, choose
 from hpc_train.planner.model.pipeline import SPLITS_BACKWARD, PipelineMoment, peak_moments
 from hpc_train.planner.model.rank_weights import (
     GatheredParameters,
@@ -40,15 +41,19 @@ from hpc_train.planner.model.rank_weights import (
     count_reduced_group,
     count_state,
 )
+from hpc_train.planner.model.stage_layers import StageLayers, split_stages
 from hpc_train.traffic.sharding import keeps_gradients
 
 _SINGLE_STAGE = tuple(SCHEDULES.index(name) for name in ("gpipe", "1f1b"))
 """Codes of the schedules that torch runs as single-stage schedules (parallel.pipeline.schedule)."""
 
 
+_NOTHING = np.zeros(())
+
+
 @dataclass(frozen=True)
 class PeakMemory:
-    """Bytes on the device at one moment, [3, n]. `waiting`, on the host, is the maximum over all moments."""
+    """Bytes on the device at one moment, [3, n]; `waiting`, on the host, is the maximum over all moments."""
 
     parameters: Column
     gradients: Column
@@ -56,43 +61,67 @@ class PeakMemory:
     activations: Column
     logits: Column
     buffers: Column
-    waiting: Column
-    """Bytes of activations that wait in host memory."""
     total: Column
-    """All but `waiting`."""
+    """All of the device."""
+    waiting: Column = field(default_factory=lambda: _NOTHING)
+    """Bytes of activations that wait in host memory; not counted for a single moment."""
+
+
+Moments = Sequence[tuple[PipelineMoment, PipelineMoment]]
+"""(the start of a backward, its end) for each moment at which memory may be at its peak."""
 
 
 def estimate_peak(jobs: Jobs, constants: Constants) -> PeakMemory:
     """Return the memory of each rank at its peak: the largest total over all moments of a step."""
-    return reduce(_choose_larger, _list_peaks(jobs, constants))
+    moments, stages = list(peak_moments(jobs)), split_stages(jobs)
+    sizes = _size_step(jobs, constants, stages)
+    peak = reduce(_choose_larger, _list_peaks(sizes, moments))
+    return replace(peak, waiting=_count_on_host(sizes.block, stages, moments))
 
 
 def estimate_peak_total(jobs: Jobs, constants: Constants) -> tuple[Column, Column]:
-    """Return (the peak's total, the most activations that wait in host memory), [3, n] each.
+    """Return (the peak's total, [ranks, n]; the most activations that wait in host memory, [3, n]).
 
-    A search asks for no more, and not choosing the parts of the peak takes a third of the time less.
+    A search asks for no more, and not choosing the parts of the peak takes a third of the time less. ranks: the three,
+    without the middle one if it needs no more than the first.
     """
-    peaks = _list_peaks(jobs, constants)
-    first = next(peaks)
-    total, waiting, last = first.total, first.waiting, first.waiting
-    for peak in peaks:
-        total = np.maximum(total, peak.total)
-        if peak.waiting is not last:
-            waiting, last = np.maximum(waiting, peak.waiting), peak.waiting
-    return total, waiting
+    moments, stages = list(peak_moments(jobs)), split_stages(jobs)
+    ranks = slice(None, None, 2) if _is_middle_smaller(jobs, stages, moments) else slice(None)
+    sizes = _size_step(jobs, constants, stages.take(ranks))
+    peaks = _list_peaks(sizes, [(start.take(ranks), end.take(ranks)) for start, end in moments])
+    return reduce(np.maximum, (peak.total for peak in peaks)), _count_on_host(sizes.block, stages, moments)
+
+
+def _is_middle_smaller(jobs: Jobs, stages: StageLayers, moments: Moments) -> bool:
+    """Return whether a middle rank of no job can need more memory than the first one.
+
+    Then the first rank has no less of anything that memory grows with, and as much of all that it falls with. This
+    holds for rounded sums, too, since rounding never changes the order of two numbers.
+    """
+    if not jobs.has_pipeline or jobs.has_experts:  # the first rank may have dense blocks where others have experts
+        return False
+    growing = [stages.stage, stages.last, stages.layers, stages.tables]
+    equal: list[Column] = []
+    absent: list[Column] = []
+    for moment in chain.from_iterable(moments):
+        growing.append(moment.stages)
+        equal += [moment.accumulated, moment.reduced]
+        absent += [moment.last[1], moment.losses[1], moment.loss[1], moment.input_done, moment.input_done_last]
+    return (
+        all(np.all(column[0] >= column[1]) for column in growing)
+        and all(np.all(column[0] == column[1]) for column in equal)
+        and not any(np.any(column) for column in absent)
+    )
 
 
 def _choose_larger(one: PeakMemory, other: PeakMemory) -> PeakMemory:
-    """Return, for each rank and job, the one of two moments that needs more on the device."""
+    """Return, for each rank and job, the one of two moments that needs more."""
     more = other.total > one.total
-    waiting = np.maximum(one.waiting, other.waiting)
     if more.shape == one.total.shape and not more.any():
-        return replace(one, waiting=waiting)
-    names = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "total")
-    pairs = {name: (getattr(other, name), getattr(one, name)) for name in names}
+        return one
+    pairs = {part.name: (getattr(other, part.name), getattr(one, part.name)) for part in fields(PeakMemory)}
     # Parts that do not change with the moment are the same array in both: no need to choose.
-    parts = {name: new if new is old else np.where(more, new, old) for name, (new, old) in pairs.items()}
-    return PeakMemory(**parts, waiting=waiting)
+    return PeakMemory(**{name: new if new is old else choose(more, new, old) for name, (new, old) in pairs.items()})
 
 
 # Sizes that no moment changes.
@@ -129,10 +158,10 @@ class _BlockSizes:
 def _size_blocks(jobs: Jobs, constants: Constants, weights: RankWeights) -> _BlockSizes:
     tokens = jobs.micro_batch * jobs.sequence / jobs.cp
     layer = layer_activations(jobs, constants, tokens)
-    width = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+    width = choose(jobs.sequence_parallel > 0, jobs.tp, 1.0)
     hidden = tokens * jobs.hidden * jobs.activation_bytes / width
     offloaded = jobs.offload_activations > 0
-    freed_before = np.where(offloaded, 0.0, np.maximum(layer.stored - hidden, 0))
+    freed_before = choose(offloaded, 0.0, np.maximum(layer.stored - hidden, 0))
     # Activations that come back from the host: all of the layer in backward, and those of the one before it.
     fetched = (layer.whole * (jobs.recompute == 0) + layer.stored) * offloaded
     widest = _size_widest_gradient(jobs, weights)
@@ -147,7 +176,7 @@ def _size_blocks(jobs: Jobs, constants: Constants, weights: RankWeights) -> _Blo
         any_offloaded=bool(np.any(offloaded)),
         working=np.maximum(computing, complete),
         attention_working=_size_attention_backward(jobs, layer, fetched, widest, tokens),
-        freed=np.where(offloaded, 0.0, layer.stored),
+        freed=choose(offloaded, 0.0, layer.stored),
         freed_before=freed_before,
         embedding_mask=embedding_mask_bytes(jobs, tokens) if np.any(jobs.dropout > 0) else None,
         pending=pending_gradient_bytes(jobs, tokens) if splits else None,
@@ -157,7 +186,7 @@ def _size_blocks(jobs: Jobs, constants: Constants, weights: RankWeights) -> _Blo
 def _size_widest_gradient(jobs: Jobs, weights: RankWeights) -> Column:
     """Return the gradient of a block's widest product; of experts, of one of the three stacks of them, if larger."""
     widest = jobs.hidden * jobs.feed_forward / jobs.tp
-    widest = np.where(jobs.experts > 0, weights.experts / 3, widest) if jobs.has_experts else widest
+    widest = choose(jobs.experts > 0, weights.experts / 3, widest) if jobs.has_experts else widest
     return widest * weights.trained_share * jobs.activation_bytes
 
 
@@ -176,7 +205,7 @@ def _size_attention_backward(
     attention = dropout_attention_working(jobs, tokens)
     if jobs.has_scores:
         attention = attention + stored_scores_working(jobs, tokens)
-    return np.where(in_memory, left + (2 + jobs.gated) * widest + attention, 0.0)
+    return choose(in_memory, left + (2 + jobs.gated) * widest + attention, 0.0)
 
 
 @dataclass(frozen=True)
@@ -200,20 +229,20 @@ def _size_loss(jobs: Jobs, table: Column) -> _LossSizes:
     in_chunks, logits, fp32 = jobs.loss_chunk > 0, tokens * jobs.vocab / jobs.tp, np.maximum(item, 4.0)
     # A soft-cap also stores its tanh, in the format of the logits.
     probabilities = logits * (fp32 + jobs.capped_logits * item)
-    stored = np.where(in_chunks, (tokens * jobs.hidden + table) * item, probabilities)
+    stored = choose(in_chunks, (tokens * jobs.hidden + table) * item, probabilities)
     single_stage = (jobs.pp > 1) & np.isin(jobs.schedule, _SINGLE_STAGE)
     # The loss over a split vocabulary is our own and converts its fp32 gradient; torch's keeps a second fp32 one.
     converted = (jobs.tp > 1) * item
-    gradients = logits * np.where(converted > 0, fp32 + converted, 2 * fp32)
+    gradients = logits * choose(converted > 0, fp32 + converted, 2 * fp32)
     # One chunk: its logits, twice in fp32, and its hidden states.
     chunk = np.minimum(jobs.loss_chunk, tokens)
-    narrow = np.where(item < fp32, item, 0.0)
+    narrow = choose(item < fp32, item, 0.0)
     chunk_logits = chunk * jobs.vocab / jobs.tp * ((2 + jobs.capped_logits) * fp32 + narrow)
     return _LossSizes(
         stored=stored,
-        last_logits=single_stage * np.where(in_chunks, tokens * jobs.hidden, logits) * item,
-        working=np.where(in_chunks, chunk_logits + chunk * jobs.hidden * item, gradients),
-        pending=np.where(in_chunks, stored, logits * item),
+        last_logits=single_stage * choose(in_chunks, tokens * jobs.hidden, logits) * item,
+        working=choose(in_chunks, chunk_logits + chunk * jobs.hidden * item, gradients),
+        pending=choose(in_chunks, stored, logits * item),
     )
 
 
@@ -230,8 +259,8 @@ class _StepSizes:
     loss: _LossSizes
 
 
-def _size_step(jobs: Jobs, constants: Constants) -> _StepSizes:
-    weights = count_rank_weights(jobs)
+def _size_step(jobs: Jobs, constants: Constants, stages: StageLayers) -> _StepSizes:
+    weights = count_rank_weights(jobs, stages)
     return _StepSizes(
         jobs,
         weights,
@@ -255,35 +284,51 @@ class _MomentMemory:
     """Parameters, gradients and the optimizer's state together."""
     on_device: Column
     """Activations of layers that wait for their backward, on the device."""
-    on_host: Column
     waiting: Column
     """What else waits for a backward: inputs and outputs of stages, and gradients between I and W."""
     has_inputs: NDArray[np.bool_] | None
     """Whether the rank has input gradients without their weight gradients; None if no job has."""
 
 
-def _count_held(sizes: _StepSizes, moment: PipelineMoment, on_host: Column | None = None) -> _MomentMemory:
-    """on_host: what waits in host memory; None: the activations of layers, where they are offloaded."""
-    state, block, stages = sizes.state, sizes.block, sizes.weights.stages
-    waiting_layers = moment.stages * stages.stage, moment.last * stages.last
-    stored = waiting_layers[0] * block.stored + waiting_layers[1] * block.stored
+def _count_moment(sizes: _StepSizes, moment: PipelineMoment, known: _MomentMemory | None = None) -> _MomentMemory:
+    """known: memory at a moment with the same gradients; None: there is none."""
+    block = sizes.block
+    stored = _count_stored(block, sizes.weights.stages, moment)
     between = moment.input_done + moment.input_done_last > 0
     has_inputs = between if np.any(between) else None
-    # Gradients of a stage are allocated by its first backward. ddp's buckets exist from the first step on.
-    sharded = moment.accumulated * state.unreduced_gradients + moment.reduced * state.sharded_gradients
-    gradients = np.where(sizes.jobs.zero >= 1, sharded, state.whole_gradients)
-    if on_host is None:
-        on_host = np.where(block.offloaded, stored, 0.0) if block.any_offloaded else np.zeros(())
-    if state.sends_gradients is not None and state.unsent_sums is not None:
-        gradients = np.where(state.sends_gradients, state.unsent_sums, gradients)
+    gradients = known.gradients if known else _count_gradients(sizes, moment)
     return _MomentMemory(
         gradients=gradients,
-        state=state.parameters + gradients + state.optimizer,
-        on_device=np.where(block.offloaded, 0.0, stored) if block.any_offloaded else stored,
-        on_host=on_host,
+        state=known.state if known else sizes.state.parameters + gradients + sizes.state.optimizer,
+        on_device=choose(block.offloaded, 0.0, stored) if block.any_offloaded else stored,
         waiting=_count_waiting(sizes, moment, has_inputs is not None),
         has_inputs=has_inputs,
     )
+
+
+def _count_gradients(sizes: _StepSizes, moment: PipelineMoment) -> Column:
+    """Return the bytes of gradients on the device."""
+    state = sizes.state
+    # Gradients of a stage are allocated by its first backward. ddp's buckets exist from the first step on.
+    sharded = moment.accumulated * state.unreduced_gradients + moment.reduced * state.sharded_gradients
+    gradients = choose(sizes.jobs.zero >= 1, sharded, state.whole_gradients)
+    if state.sends_gradients is None or state.unsent_sums is None:
+        return gradients
+    return choose(state.sends_gradients, state.unsent_sums, gradients)
+
+
+def _count_stored(block: _BlockSizes, stages: StageLayers, moment: PipelineMoment) -> Column:
+    """Return the activations of layers that wait for their backward, on the device or the host."""
+    layers, last_layers = moment.stages * stages.stage, moment.last * stages.last
+    return layers * block.stored + last_layers * block.stored
+
+
+def _count_on_host(block: _BlockSizes, stages: StageLayers, moments: Moments) -> Column:
+    """Return the most activations that wait in host memory at any moment, [3, n]."""
+    if not block.any_offloaded:
+        return np.zeros(())
+    stored = reduce(np.maximum, (_count_stored(block, stages, start) for start, _ in moments))
+    return choose(block.offloaded, stored, 0.0)
 
 
 def _count_waiting(sizes: _StepSizes, moment: PipelineMoment, splits: bool) -> Column:
@@ -296,13 +341,13 @@ def _count_waiting(sizes: _StepSizes, moment: PipelineMoment, splits: bool) -> C
     # that they receive and send for one.
     waiting = (moment.stages + 2) * block.hidden
     if block.any_offloaded:
-        waiting = np.where(block.offloaded, (2 * moment.stages + 2) * block.hidden, waiting)
-    waiting = np.where(jobs.pp > 1, waiting, 0.0) + moment.last * block.last_norm
+        waiting = choose(block.offloaded, (2 * moment.stages + 2) * block.hidden, waiting)
+    waiting = choose(jobs.pp > 1, waiting, 0.0) + moment.last * block.last_norm
     if block.embedding_mask is not None:
         # Stages of a rank without the pipeline's last one.
         others = np.maximum(jobs.virtual_stages - stages.has_last * (jobs.pp > 1), 1)
-        in_flight = np.where(jobs.pp > 1, moment.stages / others, moment.last)
-        waiting = waiting + sizes.weights.on_first * in_flight * block.embedding_mask
+        in_flight = choose(jobs.pp > 1, moment.stages / others, moment.last)
+        waiting = waiting + stages.has_first * in_flight * block.embedding_mask
     if not splits:
         return waiting
     assert block.pending is not None
@@ -310,20 +355,23 @@ def _count_waiting(sizes: _StepSizes, moment: PipelineMoment, splits: bool) -> C
     return waiting + (layers * block.pending + moment.input_done_last * sizes.loss.pending)
 
 
-def _list_peaks(jobs: Jobs, constants: Constants) -> Iterator[PeakMemory]:
+def _list_peaks(sizes: _StepSizes, moments: Moments) -> Iterator[PeakMemory]:
     """Yield the memory at each moment, at the four places where it may be at its peak."""
-    sizes = _size_step(jobs, constants)
-    for start, end in peak_moments(jobs):
-        memory = _count_held(sizes, start)
+    jobs = sizes.jobs
+    for start, end in moments:
+        memory = _count_moment(sizes, start)
         # During the backward of blocks: logits, what losses store, and the head's gradient, which exists from the start
         # of a backward to its end.
         logits = np.maximum(start.losses - start.loss, 0) * sizes.loss.stored + start.loss * sizes.loss.last_logits
         head = start.loss * sizes.weights.table * sizes.weights.trains_ends * jobs.activation_bytes
         allocated = np.minimum(start.accumulated + start.reduced, 1.0)
         yield _measure_block(sizes, memory, logits, head, allocated)
-        yield _measure_reduction(sizes, memory, logits, head)
+        if sizes.group.reduces_shards:
+            yield _measure_reduction(sizes, memory, logits, head)
         yield _measure_loss(sizes, memory, start)
-        yield _measure_end(sizes, memory, start, end, allocated)
+        # As long as no more gradients are allocated, the rank's state is the same at the end.
+        same = np.array_equal(end.reduced, start.reduced)
+        yield _measure_end(sizes, _count_moment(sizes, end, memory if same else None), start, allocated)
 
 
 def _measure_block(
@@ -341,7 +389,7 @@ def _measure_block(
     working = block.working
     if has_inputs is not None:
         # In a W (input gradients exist already) weight gradients take the place of what they are computed from.
-        working = np.where(has_inputs, 0.0, working)
+        working = choose(has_inputs, 0.0, working)
     if block.attention_working is not None:
         working = np.maximum(working, block.attention_working)
     in_block = gathered.in_block
@@ -362,7 +410,7 @@ def _measure_reduction(sizes: _StepSizes, memory: _MomentMemory, logits: Column,
     if memory.has_inputs is not None:
         assert sizes.block.pending is not None
         reducing = reducing - memory.has_inputs * sizes.block.pending  # which no longer waits for W
-    working = np.where(keeps_gradients(sizes.jobs.zero), 0.0, reducing)
+    working = choose(keeps_gradients(sizes.jobs.zero), 0.0, reducing)
     return _add_up(sizes, memory, working, logits, sizes.gathered.before_reduction + head)
 
 
@@ -372,25 +420,22 @@ def _measure_loss(sizes: _StepSizes, memory: _MomentMemory, moment: PipelineMome
     return _add_up(sizes, memory, None, stored + moment.loss * sizes.loss.working, sizes.gathered.at_loss)
 
 
-def _measure_end(
-    sizes: _StepSizes, memory: _MomentMemory, start: PipelineMoment, end: PipelineMoment, allocated: Column
-) -> PeakMemory:
+def _measure_end(sizes: _StepSizes, memory: _MomentMemory, start: PipelineMoment, allocated: Column) -> PeakMemory:
     """Return the peak at the end of the backward of a stage with the embedding or the head.
 
-    memory: at the start of the backward, when more waits in host memory. allocated: as in _measure_block.
+    memory: at that end. start: the moment at which the backward began. allocated: as in _measure_block.
     """
     jobs, weights = sizes.jobs, sizes.weights
     # The gradients to reduce and the reduced shards, which exist before they are added to those of earlier
     # micro-batches.
     added = allocated * jobs.gradient_bytes / weights.shards
-    reduced = np.where(jobs.zero >= 2, jobs.reduce_bytes + added, 0.0)
+    reduced = choose(jobs.zero >= 2, jobs.reduce_bytes + added, 0.0)
     reduced = (reduced + jobs.activation_bytes) * weights.trains_ends
     tables = weights.stages.tables
-    table = np.where(jobs.pp == 1, tables, np.minimum(tables, 1)) * weights.table
+    table = choose(jobs.pp == 1, tables, np.minimum(tables, 1)) * weights.table
     buffers = sizes.gathered.at_end + table * reduced
     losses = np.maximum(start.losses - start.loss, 0)
-    memory_at_end = _count_held(sizes, end, memory.on_host)
-    return _add_up(sizes, memory_at_end, None, losses * sizes.loss.stored, buffers)
+    return _add_up(sizes, memory, None, losses * sizes.loss.stored, buffers)
 
 
 def _add_up(
@@ -407,6 +452,5 @@ def _add_up(
         activations,
         logits,
         buffers,
-        memory.on_host,
         memory.state + activations + logits + buffers,
     )

@@ -105,6 +105,10 @@ class PipelineMoment:
     loss: Column
     """1 if the backward of a loss begins, else 0."""
 
+    def take(self, ranks: slice) -> PipelineMoment:
+        """Return some of the three ranks."""
+        return PipelineMoment(*(getattr(self, field.name)[ranks] for field in fields(self)))
+
     def end_of_backward(self, virtual_stages: Column) -> PipelineMoment:
         """Return the state when the backward that starts now is done."""
         has_last = np.minimum(self.last, self.loss)

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.planner.constants import Constants
-from hpc_train.planner.model.jobs import FLOAT8_RECIPES, FSDP, HPC_TRAIN, Column, Jobs, replace_columns
+from hpc_train.planner.model.jobs import FLOAT8_RECIPES, FSDP, HPC_TRAIN, Column, Jobs, choose, replace_columns
 
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.06), (128, 64, 1.2))
 """Tile sizes that cuBLAS chooses from: rows and columns of the result that one multiprocessor computes at a time, and
@@ -29,15 +29,15 @@ def linear_seconds(jobs: Jobs, constants: Constants, rows: Column, inputs: Colum
     """
     flops = 2 * rows * inputs * outputs
     rate = jobs.peak_flops * jobs.gemm_ceiling * constants.gemm_efficiency * _low_precision_share(jobs, constants)
-    rate = rate * np.where(jobs.stack == FSDP, constants.products_pytorch, 1.0)
-    rate = rate / np.where(_whole_lines(inputs) & _whole_lines(outputs), 1.0, constants.alignment)
+    rate = rate * choose(jobs.stack == FSDP, constants.products_pytorch, 1.0)
+    rate = rate / choose(_whole_lines(inputs) & _whole_lines(outputs), 1.0, constants.alignment)
     # Part of the memory traffic is not hidden behind arithmetic (constants.gemm_traffic); it matters for thin matrices.
     operands = rows * inputs + inputs * outputs
     moved = (operands + rows * outputs) * jobs.activation_bytes * constants.gemm_traffic
     seconds = flops / rate * wave_quantization(jobs, rows, outputs) + moved / jobs.memory_bandwidth
     if np.any(jobs.float8):
         casts = constants.cast_passes * operands * jobs.activation_bytes
-        seconds = seconds + np.where(_is_cast(jobs), casts / jobs.memory_bandwidth, 0.0)
+        seconds = seconds + choose(_is_cast(jobs), casts / jobs.memory_bandwidth, 0.0)
     return seconds
 
 
@@ -57,10 +57,10 @@ def _whole_lines(width: Column) -> NDArray[np.bool_]:
 def _low_precision_share(jobs: Jobs, constants: Constants) -> Column:
     """Return the share of the 8-bit or 4-bit peak that is left after scaling and casting operands."""
     over = jobs.peak_flops / jobs.peak_flops_attention
-    some = np.where(over > _FOUR_BITS, constants.four_bits, constants.low_precision)
+    some = choose(over > _FOUR_BITS, constants.four_bits, constants.low_precision)
     if np.any(jobs.float8):
         some = some * _recipe_share(jobs, constants, over * some)
-    return np.where(over > 1, some, 1.0)
+    return choose(over > 1, some, 1.0)
 
 
 def _recipe_share(jobs: Jobs, constants: Constants, gain: Column) -> Column:
@@ -69,15 +69,15 @@ def _recipe_share(jobs: Jobs, constants: Constants, gain: Column) -> Column:
     A scale for each row costs more in the product and in finding it. With rowwise_with_gw_hp one of the three products
     of a layer, the weights' gradient, stays in 16 bits.
     """
-    rows = np.where(jobs.float8 >= _ROWWISE, constants.rowwise, 1.0)
+    rows = choose(jobs.float8 >= _ROWWISE, constants.rowwise, 1.0)
     mixed = 3 / (2 / rows + gain)
-    return np.where(jobs.float8 == _ROWWISE_WEIGHTS, mixed, rows)
+    return choose(jobs.float8 == _ROWWISE_WEIGHTS, mixed, rows)
 
 
 def wide_products(jobs: Jobs) -> Jobs:
     """Return the jobs with all products in 16 bits: the head, the router and our experts stay so (parallel.float8)."""
     stays_wide = (jobs.stack == HPC_TRAIN) | (jobs.float8 > 0)
-    return replace_columns(jobs, peak_flops=np.where(stays_wide, jobs.peak_flops_attention, jobs.peak_flops))
+    return replace_columns(jobs, peak_flops=choose(stays_wide, jobs.peak_flops_attention, jobs.peak_flops))
 
 
 def wave_quantization(jobs: Jobs, rows: Column, outputs: Column) -> Column:
@@ -91,7 +91,7 @@ def wave_quantization(jobs: Jobs, rows: Column, outputs: Column) -> Column:
     for height, width, cost in _TILES:
         tiles = np.ceil(rows / height) * np.ceil(outputs / width)
         units = np.maximum(jobs.multiprocessors, 1)
-        full = np.where(jobs.multiprocessors > 0, np.ceil(tiles / units) * units, tiles)
+        full = choose(jobs.multiprocessors > 0, np.ceil(tiles / units) * units, tiles)
         slow = full * (height * width * cost) / useful
         best = slow if best is None else np.minimum(best, slow)
     assert best is not None
@@ -100,7 +100,7 @@ def wave_quantization(jobs: Jobs, rows: Column, outputs: Column) -> Column:
 
 def misalignment_factor(width: Column, constants: Constants) -> Column:
     """Return the slowdown of a product whose dimension of `width` elements keeps it off tensor cores."""
-    return np.where(width % _ALIGNED == 0, 1.0, constants.misaligned)
+    return choose(width % _ALIGNED == 0, 1.0, constants.misaligned)
 
 
 def grouped_seconds(
@@ -114,9 +114,9 @@ def grouped_seconds(
     # A group's rows are rounded up to whole tiles; those of the last one are half full on average.
     padded = groups * (each + _GROUP_TILE / 2)
     flops = 2 * padded * inputs * outputs
-    peak = np.where(jobs.stack == HPC_TRAIN, jobs.peak_flops_attention, jobs.peak_flops)
+    peak = choose(jobs.stack == HPC_TRAIN, jobs.peak_flops_attention, jobs.peak_flops)
     rate = peak * jobs.gemm_ceiling * constants.gemm_efficiency * constants.grouped_efficiency
-    rate = rate * np.where(peak > jobs.peak_flops_attention, _low_precision_share(jobs, constants), 1.0)
+    rate = rate * choose(peak > jobs.peak_flops_attention, _low_precision_share(jobs, constants), 1.0)
     moved = (rows * (inputs + outputs) + groups * inputs * outputs) * jobs.activation_bytes
     # Few rows per group: the weights are read from memory whatever the arithmetic.
     arithmetic = flops / rate * wave_quantization(jobs, padded, outputs)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_train.planner.model.jobs import Column, Jobs, replace_columns
+from hpc_train.planner.model.jobs import Column, Jobs, choose, replace_columns
 from hpc_train.planner.model.pipeline import SPLITS_BACKWARD
-from hpc_train.planner.model.stage_layers import StageLayers, split_stages, stack_stages
+from hpc_train.planner.model.stage_layers import StageLayers
 from hpc_train.traffic.axes import BUCKET_MIB
 from hpc_train.traffic.sharding import keeps_gradients, keeps_parameters
 from hpc_train.units import MIB
@@ -28,8 +28,6 @@ class RankWeights:
     """
 
     stages: StageLayers
-    on_first: Column
-    """[3, n]: 1 on the pipeline's first rank, else 0."""
     block: Column
     """[n]: one block with its experts."""
     experts: Column
@@ -56,30 +54,27 @@ class RankWeights:
     """[n]: ranks that share what is sharded."""
 
 
-def count_rank_weights(jobs: Jobs) -> RankWeights:
-    """Count the weights of each rank."""
-    stages, alone = split_stages(jobs), jobs.pp == 1
-    on_first = stack_stages(1.0, alone, alone)[: 3 if jobs.has_pipeline else 1]
+def count_rank_weights(jobs: Jobs, stages: StageLayers) -> RankWeights:
+    """Count the weights of the ranks that have these stages."""
     table = jobs.vocab * jobs.hidden / jobs.tp
-    ends = stages.tables * table + on_first * jobs.learned_positions * jobs.hidden
+    ends = stages.tables * table + stages.has_first * jobs.learned_positions * jobs.hidden
     experts, block = _count_largest_block(jobs)
     blocks = stages.layers * block
     total = without_ep = blocks + ends
     if jobs.has_experts:
         # All dense blocks are taken to be in the first stage.
-        first = np.where(alone, stages.layers, stages.stage)
-        dense_blocks = on_first * np.minimum(jobs.dense_layers, first)
+        first = choose(jobs.pp == 1, stages.layers, stages.stage)
+        dense_blocks = stages.has_first * np.minimum(jobs.dense_layers, first)
         blocks = blocks - dense_blocks * (block - _count_dense_block(jobs))
         total = blocks + ends
         without_ep = total + (jobs.ep - 1) * experts * (stages.layers - dense_blocks)
     share = jobs.trained_share if jobs.has_adapters else np.ones(())
-    trains_ends = np.where(jobs.adapter_weights > 0, 0.0, 1.0)
+    trains_ends = choose(jobs.adapter_weights > 0, 0.0, 1.0)
     trained = trained_without_ep = blocks * share + ends * trains_ends
     if jobs.has_experts:
         trained_without_ep = (without_ep - ends) * share + ends * trains_ends
     return RankWeights(
         stages=stages,
-        on_first=on_first,
         block=block,
         experts=experts,
         table=table,
@@ -91,7 +86,7 @@ def count_rank_weights(jobs: Jobs) -> RankWeights:
         trained_without_ep=trained_without_ep,
         trained_share=share,
         trains_ends=trains_ends,
-        shards=np.where(jobs.zero >= 1, jobs.dp_shard * jobs.cp, 1.0),
+        shards=choose(jobs.zero >= 1, jobs.dp_shard * jobs.cp, 1.0),
     )
 
 
@@ -105,7 +100,7 @@ def _count_largest_block(jobs: Jobs) -> tuple[Column, Column]:
     if not jobs.has_experts:
         return np.zeros(()), jobs.rank_layer_parameters
     mixture = replace_columns(jobs, dense_layers=0.0)
-    experts = np.where(jobs.experts > 0, jobs.rank_expert_parameters, 0.0)
+    experts = choose(jobs.experts > 0, jobs.rank_expert_parameters, 0.0)
     return experts, mixture.rank_layer_parameters + experts
 
 
@@ -146,8 +141,8 @@ def count_state(jobs: Jobs, weights: RankWeights) -> RankState:
         optimizer=weights.trained_without_ep * jobs.optimizer_bytes / weights.shards * (jobs.offload == 0),
         whole_gradients=whole,
         sharded_gradients=sharded,
-        unreduced_gradients=np.where(keeps_gradients(jobs.zero), whole, sharded),
-        accumulated=weights.trained * np.where(outside, jobs.gradient_bytes, 0.0),
+        unreduced_gradients=choose(keeps_gradients(jobs.zero), whole, sharded),
+        accumulated=weights.trained * choose(outside, jobs.gradient_bytes, 0.0),
         sends_gradients=sends if np.any(sends) else None,
         unsent_sums=unsent_sums,
     )
@@ -176,24 +171,24 @@ def count_gathered(jobs: Jobs, weights: RankWeights) -> GatheredParameters:
     keeps = keeps_parameters(jobs.zero, jobs.reshard, jobs.pp)
     frees = ~keeps & (jobs.reshard > 0)  # a block's parameters after each use
     # ddp gathers nothing, but autocast keeps 16-bit copies of the parameters.
-    cast = weights.total * np.where(jobs.weight_bytes > jobs.activation_bytes, jobs.activation_bytes, 0.0)
+    cast = weights.total * choose(jobs.weight_bytes > jobs.activation_bytes, jobs.activation_bytes, 0.0)
 
     def convert(elements: Column) -> Column:
         """Return the bytes if `elements` of blocks are gathered; those of the ends always are."""
-        gathered = np.where(keeps, weights.total, weights.ends + elements) * jobs.activation_bytes
-        return np.where(jobs.zero >= 1, gathered, cast)
+        gathered = choose(keeps, weights.total, weights.ends + elements) * jobs.activation_bytes
+        return choose(jobs.zero >= 1, gathered, cast)
 
     layers = count_largest_stage(weights.stages)
     # fully_shard gathers the next block while one computes; with ep its experts are a group of their own.
-    prefetched = np.where(jobs.ep > 1, 0.0, 1.0)
-    most = np.where(frees, np.minimum(layers, 1 + prefetched) * weights.block, weights.blocks)
+    prefetched = choose(jobs.ep > 1, 0.0, 1.0)
+    most = choose(frees, np.minimum(layers, 1 + prefetched) * weights.block, weights.blocks)
     # In a stage of two blocks there is no next one to gather when the first one's gradients are reduced.
-    others = np.where(frees, np.minimum(np.maximum(layers - 1, 1), 1 + prefetched) * weights.block, weights.blocks)
-    ahead = np.where(frees, np.clip(layers - 1, 0, 1) * prefetched * weights.block, weights.blocks)
+    others = choose(frees, np.minimum(np.maximum(layers - 1, 1), 1 + prefetched) * weights.block, weights.blocks)
+    ahead = choose(frees, np.clip(layers - 1, 0, 1) * prefetched * weights.block, weights.blocks)
     sharded = (jobs.zero == 3) & (jobs.reshard > 0)
     rest = np.maximum(weights.stages.tables - 1, 0)
     at_end = convert(weights.blocks * ((jobs.zero == 3) & (jobs.reshard == 0)))
-    ends_left = np.where(jobs.pp == 1, 0.0, rest * weights.table) * jobs.activation_bytes
+    ends_left = choose(jobs.pp == 1, 0.0, rest * weights.table) * jobs.activation_bytes
     # zero3 with a split backward: I has freed the embedding, and W gathers it again. The gathered shards are copied
     # into one tensor, so that for a moment both are there.
     again = sharded & (jobs.pp > 1) & np.isin(jobs.schedule, SPLITS_BACKWARD)
@@ -201,9 +196,11 @@ def count_gathered(jobs: Jobs, weights: RankWeights) -> GatheredParameters:
         in_block=convert(most),
         during_reduction=convert(others),
         before_reduction=convert(ahead),
-        at_loss=convert(np.where(sharded, 0.0, weights.total - weights.ends)),
-        at_end=np.where(sharded, ends_left, at_end),
-        embedding_again=again * (weights.on_first * weights.table) * jobs.activation_bytes if np.any(again) else None,
+        at_loss=convert(choose(sharded, 0.0, weights.total - weights.ends)),
+        at_end=choose(sharded, ends_left, at_end),
+        embedding_again=again * (weights.stages.has_first * weights.table) * jobs.activation_bytes
+        if np.any(again)
+        else None,
     )
 
 
@@ -222,6 +219,9 @@ class ReducedGroup:
     """Weights of the group, a number."""
     copied: Column
     """The group's gradients while they are copied into the buffer, or the reduced shards afterwards."""
+    reduces_shards: bool
+    """Whether any job reduces gradients before the last micro-batch, into a buffer. Otherwise a reduction needs no more
+    than the backward of a block."""
     several: NDArray[np.bool_]
     """Whether a stage has more blocks than one group, so that another is gathered when the first one is reduced."""
 
@@ -230,16 +230,17 @@ def count_reduced_group(jobs: Jobs, weights: RankWeights) -> ReducedGroup:
     """Count the gradients of one reduction."""
     limit = BUCKET_MIB * MIB / jobs.weight_bytes
     bucket = weights.block * np.maximum(np.floor(limit / weights.block), 1)
-    elements = np.where(jobs.zero == 3, weights.block, np.minimum(bucket, weights.blocks))
+    elements = choose(jobs.zero == 3, weights.block, np.minimum(bucket, weights.blocks))
     # With ep, a block's experts are a group of their own.
-    elements = np.where(jobs.ep > 1, np.maximum(weights.experts, weights.block - weights.experts), elements)
+    elements = choose(jobs.ep > 1, np.maximum(weights.experts, weights.block - weights.experts), elements)
     trained = elements * weights.trained_share
     # 16-bit gradients exist until they are copied into the buffer; afterwards the reduced shards do.
     copied = np.maximum(trained * jobs.activation_bytes, trained * jobs.gradient_bytes / weights.shards)
     return ReducedGroup(
-        buffer=np.where(keeps_gradients(jobs.zero), 0.0, trained * jobs.reduce_bytes),
+        buffer=choose(keeps_gradients(jobs.zero), 0.0, trained * jobs.reduce_bytes),
         elements=elements,
         copied=copied,
+        reduces_shards=not np.all(keeps_gradients(jobs.zero)),
         several=count_largest_stage(weights.stages) * weights.block > elements * (1 + 1e-9),
     )
 
@@ -247,4 +248,4 @@ def count_reduced_group(jobs: Jobs, weights: RankWeights) -> ReducedGroup:
 def count_new_shards(jobs: Jobs, weights: RankWeights, group: ReducedGroup, new: Column) -> Column:
     """Return the bytes of a group's reduced shards. new: share that no earlier micro-batch has allocated."""
     shards = new * group.elements * weights.trained_share * jobs.gradient_bytes / weights.shards
-    return np.where(keeps_gradients(jobs.zero), 0.0, shards) * (jobs.offload < 2)
+    return choose(keeps_gradients(jobs.zero), 0.0, shards) * (jobs.offload < 2)

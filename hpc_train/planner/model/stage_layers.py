@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,12 +117,18 @@ class StageLayers:
     """Layers in each of the rank's stages other than the pipeline's last; the mean if they differ."""
     last: Column
     """Layers in the pipeline's last stage."""
+    has_first: Column
+    """1 if the rank has the pipeline's first stage."""
     has_last: Column
     """1 if the rank has the pipeline's last stage."""
     layers: Column
     """Layers in all stages of the rank."""
     tables: Column
     """Number of tables on the rank: embedding and head count 1 each."""
+
+    def take(self, ranks: slice) -> StageLayers:
+        """Return some of the three ranks."""
+        return StageLayers(*(getattr(self, field.name)[ranks] for field in fields(self)))
 
 
 def split_stages(jobs: Jobs) -> StageLayers:
@@ -131,16 +138,16 @@ def split_stages(jobs: Jobs) -> StageLayers:
     *ranks, last = rank_layers(jobs, bent)
     layers_of_stage = stack_stages(*ranks)
     has_last = stack_stages(np.where(bent, 1.0, jobs.pp == 1), 0.0, np.where(bent, 0.0, 1.0))
-    has_first = stack_stages(1.0, 0.0, jobs.pp == 1)
+    has_first = stack_stages(1.0, jobs.pp == 1, jobs.pp == 1)
     others = np.maximum(v - has_last, 1)
     tables = np.where(jobs.pp == 1, 2.0 - jobs.tied, has_first + has_last)
     stage = (layers_of_stage - has_last * last) / others * (v > has_last)
     # Without a pipeline the three ranks are the same one.
     ranks_to_keep = 3 if jobs.has_pipeline else 1
-    columns = stage, last + 0 * layers_of_stage, has_last, layers_of_stage, tables
+    columns = stage, last + 0 * layers_of_stage, has_first, has_last, layers_of_stage, tables
     return StageLayers(*(column[:ranks_to_keep] for column in columns))
 
 
-def stack_stages(*stages: Column | float) -> Column:
+def stack_stages(*stages: NDArray[Any] | float) -> Column:
     """Stack the columns of the first, middle and last stage: [3, n], n at least 1, to broadcast against columns."""
     return np.stack(np.broadcast_arrays(*map(np.atleast_1d, stages)))

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from hpc_train.planner.constants import Constants, residual_factor
-from hpc_train.planner.model.jobs import FSDP, SCHEDULES, Column, Jobs
+from hpc_train.planner.model.jobs import FSDP, SCHEDULES, Column, Jobs, choose
 from hpc_train.planner.model.layer import LayerWork, attention_score_width
 from hpc_train.planner.model.layer_time import LayerTime, estimate_layer_time, get_pcie_bandwidth
 from hpc_train.planner.model.memory import Memory, estimate_memory
@@ -75,6 +75,8 @@ class StepTime:
 
 def estimate_step_time(jobs: Jobs, constants: Constants) -> StepTime:
     """Estimate the seconds of each part of a step."""
+    shape = jobs.shape
+    jobs = jobs.condensed
     work, layer = estimate_layer_time(jobs, constants)
     split = split_layers(jobs)
     slow, ends = _find_slowest_rank(jobs, split, layer, work)
@@ -106,22 +108,21 @@ def estimate_step_time(jobs: Jobs, constants: Constants) -> StepTime:
     jitter = constants.jitter * doublings * sum(parts[1:], parts[0])
     # Not scaled by the fit: a copy at a known bandwidth.
     checkpoint = _checkpoint_seconds(jobs)
-    return StepTime(
-        *np.broadcast_arrays(*parts, jitter, checkpoint, _choose_spread(jobs, constants), _count_flops(jobs, work))
-    )
+    columns = (*parts, jitter, checkpoint, _choose_spread(jobs, constants), _count_flops(jobs, work))
+    return StepTime(*(np.broadcast_to(column, shape) for column in columns))
 
 
 def _find_slowest_rank(jobs: Jobs, split: LayerSplit, layer: LayerTime, work: LayerWork) -> tuple[Column, Column]:
     """Return (layers, seconds of embedding and head in a micro-batch) of the slowest rank."""
     first, last = split.first * layer.total + work.embedding, split.last * layer.total + work.head
-    middle = np.where(jobs.pp > 2, split.middle * layer.total, 0.0)
+    middle = choose(jobs.pp > 2, split.middle * layer.total, 0.0)
     # Of ranks that take equally long the last one counts, which is the one with the head.
     is_last = (last >= first) & (last >= middle)
     is_first = ~is_last & (first >= middle)
-    count = np.where(is_last, split.last, np.where(is_first, split.first, split.middle))
-    ends = np.where(is_last, work.head, np.where(is_first, work.embedding, 0.0))
+    count = choose(is_last, split.last, choose(is_first, split.first, split.middle))
+    ends = choose(is_last, work.head, choose(is_first, work.embedding, 0.0))
     alone = jobs.pp == 1
-    return np.where(alone, split.first, count), np.where(alone, work.head + work.embedding, ends)
+    return choose(alone, split.first, count), choose(alone, work.head + work.embedding, ends)
 
 
 def _find_heaviest_rank(jobs: Jobs, split: LayerSplit) -> tuple[Column, Column]:
@@ -129,8 +130,8 @@ def _find_heaviest_rank(jobs: Jobs, split: LayerSplit) -> tuple[Column, Column]:
     table = jobs.vocab * jobs.hidden / jobs.tp
     layer = jobs.all_layer_parameters / jobs.tp
     is_middle = (jobs.pp > 2) & (split.middle * layer > split.first * layer + table)
-    ends = np.where(jobs.pp > 1, np.where(is_middle, 0.0, table), (2 - jobs.tied) * table)
-    return np.where(is_middle, split.middle, split.first), ends
+    ends = choose(jobs.pp > 1, choose(is_middle, 0.0, table), (2 - jobs.tied) * table)
+    return choose(is_middle, split.middle, split.first), ends
 
 
 # The pipeline.
@@ -167,10 +168,10 @@ def bubble_seconds(jobs: Jobs, others: Column, forward: Column, inputs: Column, 
     # A rank waits while the first micro-batch comes to it and the last one leaves the ranks behind it. naive waits so
     # for every micro-batch; v virtual stages cut the wait to one v-th (Narayanan et al. 2021, section 2.2).
     schedule = jobs.schedule
-    bubble = np.where(schedule == _NAIVE, jobs.micro_batches * others, others / jobs.virtual_stages)
+    bubble = choose(schedule == _NAIVE, jobs.micro_batches * others, others / jobs.virtual_stages)
     if np.any(schedule >= _FIRST_SPLIT):
-        bubble = np.where(schedule >= _FIRST_SPLIT, _split_bubble_seconds(jobs, forward, inputs, weights), bubble)
-    return np.where(jobs.pp > 1, bubble, 0.0)
+        bubble = choose(schedule >= _FIRST_SPLIT, _split_bubble_seconds(jobs, forward, inputs, weights), bubble)
+    return choose(jobs.pp > 1, bubble, 0.0)
 
 
 def _split_bubble_seconds(jobs: Jobs, forward: Column, inputs: Column, weights: Column) -> Column:
@@ -180,24 +181,24 @@ def _split_bubble_seconds(jobs: Jobs, forward: Column, inputs: Column, weights: 
     table 2. The forms of the V-shaped schedules are ours; a test compares them with simulated orders.
     """
     schedule, both = jobs.schedule, forward + inputs
-    few = np.where(jobs.micro_batches < 2 * jobs.pp - 1, 2.0, 1.0)
+    few = choose(jobs.micro_batches < 2 * jobs.pp - 1, 2.0, 1.0)
     zbv = few * np.maximum(np.maximum(forward, inputs) / 2, inputs - weights)
     dualpipev = both / 2 + np.maximum(both / 2 - weights, 0) / 2
     zb_h1 = np.maximum(both - weights, 0) / jobs.virtual_stages
     zb_h2 = np.maximum(both - 2 * weights, 0)
-    bubble = np.where(schedule == _ZBV, zbv, zb_h1)
-    bubble = np.where(schedule == _DUALPIPEV, dualpipev, bubble)
-    return (jobs.pp - 1) * np.where(schedule == _ZB_2P, zb_h2, bubble)
+    bubble = choose(schedule == _ZBV, zbv, zb_h1)
+    bubble = choose(schedule == _DUALPIPEV, dualpipev, bubble)
+    return (jobs.pp - 1) * choose(schedule == _ZB_2P, zb_h2, bubble)
 
 
 def _message_seconds(jobs: Jobs, constants: Constants) -> Column:
     """Return the exposed seconds of messages between stages: one forward and one back per micro-batch and stage."""
     # A tp rank sends only its part if tp splits positions. Megatron and DeepSpeed always do.
-    pieces = np.where((jobs.sequence_parallel > 0) | (jobs.stack < FSDP), jobs.tp, 1.0)
+    pieces = choose((jobs.sequence_parallel > 0) | (jobs.stack < FSDP), jobs.tp, 1.0)
     size = jobs.micro_batch * jobs.sequence / jobs.cp * jobs.hidden * jobs.activation_bytes / pieces
     stride = jobs.tp * jobs.cp * jobs.data_parallel
     once = send_seconds(jobs, constants, size, stride) * constants.pipeline_exposed
-    return np.where(jobs.pp > 1, 2 * jobs.micro_batches * jobs.virtual_stages * once, 0.0)
+    return choose(jobs.pp > 1, 2 * jobs.micro_batches * jobs.virtual_stages * once, 0.0)
 
 
 # Once a step: gradients, the update, a save.
@@ -218,7 +219,7 @@ def _data_seconds(jobs: Jobs, constants: Constants, layer: LayerTime, layers: Co
     # First and last stage exchange the gradients of a tied table (traffic.model_axes.list_tied_embedding_flows).
     table = jobs.vocab * jobs.hidden / jobs.tp
     tied = send_seconds(jobs, constants, table * jobs.gradient_bytes, jobs.tp * jobs.cp * jobs.data_parallel)
-    return seconds + np.where((jobs.pp > 1) & (jobs.tied > 0), tied, 0.0)
+    return seconds + choose((jobs.pp > 1) & (jobs.tied > 0), tied, 0.0)
 
 
 def _count_rank_experts(jobs: Jobs, layers: Column) -> Column:
@@ -234,17 +235,17 @@ def _optimizer_seconds(jobs: Jobs, constants: Constants, layers: Column, ends: C
     parameters = layers * jobs.all_layer_parameters / jobs.tp + ends
     if jobs.has_adapters:
         frozen = jobs.adapter_weights > 0
-        parameters = np.where(frozen, layers * jobs.adapter_weights / jobs.tp, parameters)
-    shards = np.where(jobs.zero > 0, jobs.dp_shard * jobs.cp, 1.0)
+        parameters = choose(frozen, layers * jobs.adapter_weights / jobs.tp, parameters)
+    shards = choose(jobs.zero > 0, jobs.dp_shard * jobs.cp, 1.0)
     # The update reads and writes optimizer state and parameters, reads gradients, and clipping reads and writes them.
     moved = 2 * (jobs.optimizer_bytes + jobs.weight_bytes) + 3 * jobs.gradient_bytes
     update = parameters / shards * moved / jobs.memory_bandwidth * constants.optimizer
     copies = parameters / shards * (jobs.gradient_bytes + jobs.weight_bytes) / get_pcie_bandwidth(jobs)
-    update = update + np.where(jobs.offload > 0, _HOST_UPDATE * copies, 0.0)
+    update = update + choose(jobs.offload > 0, _HOST_UPDATE * copies, 0.0)
     if jobs.has_experts:  # micro-batches are added up for the experts that a rank has
         parameters = parameters - _count_rank_experts(jobs, layers) * (1 - 1 / jobs.ep)
     added = parameters * (2 * jobs.gradient_bytes + jobs.activation_bytes) / jobs.memory_bandwidth
-    times = np.maximum(jobs.micro_batches - 1, 0) / np.where(jobs.zero == 3, shards, 1.0)
+    times = np.maximum(jobs.micro_batches - 1, 0) / choose(jobs.zero == 3, shards, 1.0)
     return update, times * added / constants.memory_efficiency
 
 
@@ -257,11 +258,11 @@ def _checkpoint_seconds(jobs: Jobs) -> Column:
 def _choose_spread(jobs: Jobs, constants: Constants) -> Column:
     """Return the standard deviation of log(measured / predicted), larger where fewer runs were measured."""
     larger = max(constants.spread_pytorch, constants.spread)
-    spread: Column = np.where((jobs.stack >= FSDP) & (jobs.tp > 1), larger, constants.spread)
+    spread: Column = choose((jobs.stack >= FSDP) & (jobs.tp > 1), larger, constants.spread)
     if np.any(jobs.float8):
-        spread = np.where(jobs.float8 > 0, np.maximum(constants.spread_float8, spread), spread)
+        spread = choose(jobs.float8 > 0, np.maximum(constants.spread_float8, spread), spread)
     if jobs.has_experts:
-        spread = np.where(jobs.experts > 0, np.maximum(constants.spread_experts, spread), spread)
+        spread = choose(jobs.experts > 0, np.maximum(constants.spread_experts, spread), spread)
     return spread
 
 
@@ -291,6 +292,6 @@ def estimate_jobs(jobs: Jobs, constants: Constants) -> Estimate:
     rate = 1 / (spent.step * jobs.world)
     flops = jobs.model_flops
     # A run's own MFU is of the peak of precision.name, also where some products are in 8 bits.
-    peak = np.where(jobs.float8 > 0, jobs.peak_flops_attention, jobs.peak_flops)
+    peak = choose(jobs.float8 > 0, jobs.peak_flops_attention, jobs.peak_flops)
     mfu, hfu = flops * rate / peak, spent.hardware_flops * rate / peak
     return Estimate(estimate_memory(jobs, constants), spent, flops, mfu, hfu, jobs.tokens * rate)

@@ -47,7 +47,10 @@ FRONT_SLACK = 2.0
 HOST_SHARE = 0.8
 """Share of a node's memory that offloaded state may use; the system, data and checkpoints need the rest."""
 ROWS_AT_ONCE = 1 << 13
-"""Candidates estimated at a time: their columns fit in a core's cache."""
+"""Rows whose bounds are estimated at a time."""
+CANDIDATES_AT_ONCE = 1 << 14
+"""Candidates estimated at a time: their columns fit in a core's second cache, and are so long that Python's own time
+hardly counts."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ def search_space(
             search.estimate_within_bounds(block)
         search.searched = 0
     # With bounds most candidates of a block are dropped before they are estimated, so blocks may be larger.
-    for block in iterate_blocks(space, ROWS_AT_ONCE if exhaustive else ROWS_AT_ONCE << 7):
+    for block in iterate_blocks(space, CANDIDATES_AT_ONCE if exhaustive else ROWS_AT_ONCE << 7):
         search.searched += block.count
         if exhaustive:
             search.estimate_all(block)
@@ -148,29 +151,34 @@ class _Search:
         self.searched = self.estimated = 0
 
     def estimate_all(self, block: Block) -> None:
-        """Estimate every candidate of a block.
-
-        Rows run down and techniques across, so that what depends on the row alone is computed once.
-        """
-        for rows in _slices(block.rows, max(1, ROWS_AT_ONCE // block.techniques.count)):
+        """Estimate every candidate of a block."""
+        for rows in _slices(block.rows, max(1, CANDIDATES_AT_ONCE // block.techniques.count)):
             jobs = self._combine(rows, block.techniques)
             memory, time = estimate_memory_totals(jobs, self._constants), estimate_step_time(jobs, self._constants)
-            shape = len(rows["pp"]), block.techniques.count
+            shape = block.techniques.count, len(rows["pp"])
             self.estimated += shape[0] * shape[1]
             total, fits, step, spread = (
-                np.broadcast_to(array, shape) for array in (memory.total, memory.fits, time.step, time.spread)
+                np.broadcast_to(column, jobs.shape).reshape(shape)
+                for column in (memory.total, memory.fits, time.step, time.spread)
             )
-            fits_host = np.broadcast_to(fits_in_host_memory(self._rest, jobs, memory), shape)
-            row, technique = np.nonzero((fits >= MAYBE) & (step <= self._slowest) & fits_host)
+            fits_host = np.broadcast_to(fits_in_host_memory(self._rest, jobs, memory), jobs.shape).reshape(shape)
+            possible = (fits >= MAYBE) & (step <= self._slowest) & fits_host
+            row, technique = np.nonzero(possible.T)
             if len(row):
+                at = technique, row
                 columns = {**_take(rows, row), **_take(block.techniques.columns, technique)}
-                rated = RatedCandidates(columns, step[row, technique], total[row, technique])
-                self._offer(rated, fits[row, technique], handicap(columns, self._unmeasured, spread[row, technique]))
+                rated = RatedCandidates(columns, step[at], total[at])
+                self._offer(rated, fits[at], handicap(columns, self._unmeasured, spread[at]))
 
     def _combine(self, rows: Columns, techniques: Techniques) -> Jobs:
-        """Return the jobs of all combinations, [rows, techniques]."""
-        rows_down = {name: column[:, None] for name, column in rows.items()}
-        return candidates_to_jobs(self._rest, {**rows_down, **techniques.columns}, techniques.share)
+        """Return the jobs of all combinations, [offloads, other techniques, rows].
+
+        Each has an axis of its own, so that what depends on one of them is computed once. Rows come last because they
+        are the most, and numpy is fast along a long last axis.
+        """
+        columns, share = techniques.spread_axes()
+        rows_across = {name: column[None, None] for name, column in rows.items()}
+        return candidates_to_jobs(self._rest, {**rows_across, **columns}, share)
 
     def estimate_within_bounds(self, block: Block) -> None:
         """Estimate the candidates of a block that may be among the best or on the front."""
@@ -204,8 +212,7 @@ class _Search:
         """Return (least bytes with any technique, best verdict on fitting) of each row, [n]."""
         lean = techniques.take(_leanest_techniques(techniques))
         memory = estimate_memory_totals(self._combine(rows, lean), self._constants)
-        shape = len(rows["pp"]), lean.count
-        return np.broadcast_to(memory.total, shape).min(axis=1), np.broadcast_to(memory.fits, shape).max(axis=1)
+        return memory.total.min(axis=(0, 1)), memory.fits.max(axis=(0, 1))
 
     def _offer(self, rated: RatedCandidates, fits: Column, factor: Column) -> None:
         """Add estimated candidates to the best ones and to the front.

@@ -156,10 +156,28 @@ class Techniques:
     columns: Columns
     share: Column
     """Share of a stage's blocks that are recomputed, [k]."""
+    offloads: int = 1
+    """Number of equal parts of the columns that differ in `offload` only; 1 also if they are no such parts."""
 
     @property
     def count(self) -> int:
         return len(self.share)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[offloads, others]"""
+        return self.offloads, self.count // self.offloads
+
+    def spread_axes(self) -> tuple[Columns, Column]:
+        """Return (columns, share): `offload` along the first of three axes, the others along the second.
+
+        The third is for rows.
+        """
+        if self.offloads == 1:
+            return {name: column[:, None] for name, column in self.columns.items()}, self.share[:, None]
+        columns = {name: column.reshape(self.shape)[0, :, None] for name, column in self.columns.items()}
+        columns["offload"] = self.columns["offload"].reshape(self.shape)[:, :1, None]
+        return columns, self.share.reshape(self.shape)[0, :, None]
 
     def take(self, numbers: Sequence[int]) -> Techniques:
         """Return some of the techniques."""
@@ -326,7 +344,8 @@ def _techniques(space: SearchSpace, kind: _Kind) -> Techniques:
     places = range(len(OFFLOAD) - kind.exchanges) if kind.sharded else [0]  # ep keeps parameters on the device
     offload = fixed.of("offload", places)
     table = np.array([(*way, place) for place, way in product(offload, ways)], np.float64).reshape(-1, 4).T
-    return Techniques(dict(zip(TECHNIQUE_COLUMNS, table, strict=True)), np.ceil(kind.blocks / table[1]) / kind.blocks)
+    share = np.ceil(kind.blocks / table[1]) / kind.blocks
+    return Techniques(dict(zip(TECHNIQUE_COLUMNS, table, strict=True)), share, max(1, len(offload)))
 
 
 def _every(mode: float, kind: _Kind) -> list[int]:
