@@ -109,16 +109,16 @@ def main() -> None:
         f"calculon's space: {count:,} configurations in {spent:.1f} s, {count / spent:,.0f}/s; "
         f"best {best:.2f} s per step"
     )
-    for config, world, exhaustive in ((llama(), 64, True), (llama(), 64, False), (config, 4096, False)):
-        base = jobs_from_config(make_single_rank_config(config, config.train.global_batch), 1)
-        space = SearchSpace(find_degree_limits(config), world)
+    for run, world, exhaustive in ((llama(), 64, True), (llama(), 64, False), (config, 4096, False)):
+        base = jobs_from_config(make_single_rank_config(run, run.train.global_batch), 1)
+        space = SearchSpace(find_degree_limits(run), world)
         began = clock.process_time()
         found = search_space(SearchBase(base, 4.0), space, constants.default_constants(), exhaustive=exhaustive)
         spent = clock.process_time() - began
+        how, rate = "all estimated" if exhaustive else "with bounds", found.searched / spent
         print(
-            f"{config.model.name}, {'all estimated' if exhaustive else 'with bounds'}: {found.searched:,} candidates in "
-            f"{spent:.1f} s, {found.searched / spent:,.0f}/s; {found.estimated:,} estimated; best "
-            f"{found.best.step.min():.2f} s per step"
+            f"{run.model.name}, {how}: {found.searched:,} candidates in {spent:.1f} s, {rate:,.0f}/s; "
+            f"{found.estimated:,} estimated; best {found.best.step.min():.2f} s per step"
         )
 
 
