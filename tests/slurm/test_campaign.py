@@ -37,11 +37,13 @@ def cluster_of_five() -> Iterator[Path]:
 
 @pytest.fixture
 def cluster(cluster_of_five: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
-    """The cluster with all of its nodes: no job outlives a test, and none stays drained that has lost its network."""
+    """The cluster with all nodes idle. No job outlives a test: one that failed would keep the nodes from the next."""
     conf = slurm_conf(cluster_of_five)
     monkeypatch.setenv("SLURM_CONF", str(conf))
     made = SlurmCluster(conf, cluster_of_five)
-    made.resume_drained_nodes()
+    made.resume_drained_nodes()  # a node of the test before, on which Slurm could not end a task in time
+    for number in range(1, 6):
+        made.wait_for_node(f"node{number}", timeout=120)
     yield made
     for job in made.squeue("-o", "%A"):
         made.scancel(job)
