@@ -186,7 +186,7 @@ class TracingMode(MemorylessMode):
         given = list(tensors_in((*args, *kwargs.values())))
         here = any(tensor.device.type == GPU for tensor in given)
         made = torch.device(str(kwargs["device"])).type == GPU if kwargs.get("device") is not None else False
-        if not self._again and (here or made):
+        if not self._nesting and (here or made):
             self._trace.entries.append(Entry(PRETEND.current.name, str(func)))
             if (why := find_host_wait(func, args, kwargs, given)) is not None:
                 self._trace.waits.append(why)
