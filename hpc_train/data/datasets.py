@@ -238,11 +238,11 @@ def _check_hf_images(model: HfModelConfig, file: ConfigFile, data: ImageSamples)
             f"model.path={model.path}: its head has {file.classes} classes but data {data.name} have {data.classes}: "
             "give the model that many labels (num_labels) when transformers saves it"
         )
-    for name, wanted, found in zip(
+    for name, wanted, value in zip(
         ("channels", "image_size"), file.image_shape, (data.config.channels, data.config.image_size), strict=True
     ):
-        if wanted is not None and wanted != found:
-            raise UserError(f"data.{name}={found}: model.path={model.path} takes {wanted}; set data.{name}={wanted}")
+        if wanted is not None and wanted != value:
+            raise UserError(f"data.{name}={value}: model.path={model.path} takes {wanted}; set data.{name}={wanted}")
 
 
 def _check_vision_transformer(model: VisionTransformerConfig, data: Dataset) -> None:

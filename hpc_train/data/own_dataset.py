@@ -138,11 +138,11 @@ def _cut_split(config: CustomDataConfig, source: Any, split: str, takes_split: b
 
 def collate_samples(name: str, source: Any, samples: Sequence[Any]) -> tuple[ModelInputs, Tensor]:
     """Stack samples into inputs and targets. A method `collate` of the data set goes first; it may pad."""
-    own = getattr(source, "collate", None)
-    pairs = None if own is not None else [split_sample(name, sample) for sample in samples]
+    collate = getattr(source, "collate", None)
+    pairs = None if collate is not None else [split_sample(name, sample) for sample in samples]
     if pairs is None:
-        assert own is not None
-        inputs, targets = split_sample(name, own(samples))
+        assert collate is not None
+        inputs, targets = split_sample(name, collate(samples))
     else:
         inputs, targets = _stack(name, [pair[0] for pair in pairs]), _stack(name, [pair[1] for pair in pairs])
     _check_tensors(name, inputs, targets, len(samples))
@@ -194,8 +194,8 @@ def _check_tensors(name: str, inputs: Any, targets: Any, samples: int) -> None:
     entries = inputs if isinstance(inputs, dict) else {"inputs": inputs}
     for key, value in {**entries, "targets": targets}.items():
         if not isinstance(value, Tensor) or value.ndim == 0 or len(value) != samples:
-            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            actual = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise UserError(
-                f"data.name={name}: {key} of a batch of {samples} samples is {found}; its first dimension must be the "
+                f"data.name={name}: {key} of a batch of {samples} samples is {actual}; its first dimension must be the "
                 "batch"
             )

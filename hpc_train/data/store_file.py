@@ -72,10 +72,14 @@ def open_store(path: Path, kind: StoreKind, read: Callable[[h5py.File, Path], T]
 
 
 def _check_header(file: h5py.File, path: Path, kind: StoreKind) -> None:
-    found = file.attrs.get("format")
-    if found != kind.format:
+    stored_format = file.attrs.get("format")
+    if stored_format != kind.format:
         other = next(
-            (f"{other_kind.a_store}: use {other_kind.use}" for other_kind in _KINDS if other_kind.format == found),
+            (
+                f"{other_kind.a_store}: use {other_kind.use}"
+                for other_kind in _KINDS
+                if other_kind.format == stored_format
+            ),
             f"no {kind.name}",
         )
         raise UserError(f"{path} is {other}; {kind.name}s are made with `hpc-train data build`")

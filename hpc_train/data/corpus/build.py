@@ -206,11 +206,11 @@ class Corpus:
 
 def _require_answers(blocks: Iterator[TokenBlock], left_out: LeftOut) -> Iterator[TokenBlock]:
     """Pass blocks on. Raises UserError at the end if all of the conversations were left out."""
-    found = False
+    has_answers = False
     for block in blocks:
-        found = found or len(block.tokens) > 0
+        has_answers = has_answers or len(block.tokens) > 0
         yield block
-    if not found and left_out.unanswered:
+    if not has_answers and left_out.unanswered:
         raise UserError(f"none of {left_out.unanswered:,} conversations has a turn of the assistant to learn from")
 
 

@@ -151,11 +151,11 @@ class PartFile:
 def list_part_files(folder: Path, parts: Sequence[Part], recipe: TokenizationRecipe) -> list[PartFile]:
     """Name the files of each part by a hash of its sources and of the tokenization."""
     common = xxhash.xxh3_128_hexdigest(json.dumps([VERSION, asdict(recipe)]).encode())
-    found = []
+    part_files = []
     for part in parts:
         content = [(str(document.path.absolute()), document.format, document.span, document.stamp) for document in part]
-        found.append(PartFile(folder, xxhash.xxh3_128_hexdigest(json.dumps([common, content]).encode()), part))
-    return found
+        part_files.append(PartFile(folder, xxhash.xxh3_128_hexdigest(json.dumps([common, content]).encode()), part))
+    return part_files
 
 
 def write_part_files(files: Sequence[PartFile], how: Tokenization, workers: int, progress: Progress | None) -> None:

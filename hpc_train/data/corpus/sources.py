@@ -102,12 +102,12 @@ def _warn_of_records(root: Path, every: list[Path], suffixes: tuple[str, ...]) -
 
 
 def _walk(root: Path, suffixes: tuple[str, ...], left_out: frozenset[str]) -> list[Path]:
-    found: list[Path] = []
+    files: list[Path] = []
     for folder, folders, names in os.walk(root, onerror=_raise_error):
         folders[:] = sorted(name for name in folders if name not in left_out and not name.startswith("."))
         paths = (Path(folder, name) for name in sorted(names) if name.endswith(suffixes) and not name.startswith("."))
-        found.extend(path for path in paths if path.is_file())
-    return found
+        files.extend(path for path in paths if path.is_file())
+    return files
 
 
 def _raise_error(error: OSError) -> None:

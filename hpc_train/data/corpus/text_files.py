@@ -112,8 +112,8 @@ def recognise_files(files: Iterable[SourceFile]) -> list[KnownFile]:
 def _recognise(path: Path) -> tuple[str | None, str | None]:
     """Return a file's format of records, or why it is not a text."""
     head, windows = _read_samples(path)
-    if path.suffix.lower() in _TEXT_ENDINGS and (wide := _find_wide(head)) is not None:
-        return None, wide  # before the formats: Python's json guesses encodings, and fails at the end of a line
+    if path.suffix.lower() in _TEXT_ENDINGS and (encoding := _find_wide(head)) is not None:
+        return None, encoding  # before the formats: Python's json guesses encodings, and fails at the end of a line
     if (format := recognise_format(FileSample(path, head, tuple(windows)))) is not None:
         return format.name, None
     ending = _ENDINGS.get(path.suffix.lower())

@@ -44,12 +44,12 @@ def are_images(sources: Sequence[str], suffixes: Sequence[str]) -> bool:
 
     suffixes: of text. Raises UserError if some sources are images and others are not, because one store has one kind.
     """
-    found = {
+    answers = {
         source: _holds_images(Path(source).expanduser(), tuple(suffixes)) for source in sources if source != STDLIB
     }
-    if len(found) == len(sources) and all(found.values()):
-        return bool(found)
-    if images := [source for source, has_images in found.items() if has_images]:
+    if len(answers) == len(sources) and all(answers.values()):
+        return bool(answers)
+    if images := [source for source, has_images in answers.items() if has_images]:
         raise UserError(f"{images[0]} holds images and other sources do not; build a store of each")
     return False
 
@@ -67,10 +67,10 @@ def list_files(sources: Sequence[str]) -> list[tuple[Path, Path | None]]:
             continue
         if not root.is_dir():
             raise UserError(f"source {source} does not exist: give folders of images, or tars of WebDataset")
-        found = [(path, None if path.name.endswith(_TAR) else root) for path in _walk(root)]
-        if not found:
+        files_of_root = [(path, None if path.name.endswith(_TAR) else root) for path in _walk(root)]
+        if not files_of_root:
             raise UserError(f"no image under {root} ({KINDS}), and no tar of WebDataset")
-        files += found
+        files += files_of_root
     return files
 
 

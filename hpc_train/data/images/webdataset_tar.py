@@ -51,13 +51,13 @@ def read_tar_entries(path: Path, label_key: str) -> Iterator[ImageEntry]:
                 )
             file.seek(0)
             members = _iterate_members(path, file)
-            found = False
+            has_images = False
             for key, group in groupby(members, lambda member: _split_name(member.name)[0]):
                 entry = _make_entry(path, key, list(group), file, label_key)
                 if entry is not None:
-                    found = True
+                    has_images = True
                     yield entry
-            if not found:
+            if not has_images:
                 raise UserError(f"{path} holds no images ({' '.join(IMAGE_SUFFIXES)}): it is not a tar of images")
     except tarfile.TarError as error:
         raise UserError(f"{path} is a damaged tar, or cut short ({first_line(error)})") from error

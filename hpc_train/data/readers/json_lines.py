@@ -74,10 +74,10 @@ def read_json_lines(path: Path, span: Span, column: str, beside: str | None = No
     for place, line in lines:
         if stripped := line.removeprefix(_MARK).strip():
             record = _parse_record(path, place, stripped, column)
-            found = Record(place, _find_value(path, place, record, column), find_field(record, beside))
+            content = Record(place, _find_value(path, place, record, column), find_field(record, beside))
             if _SURROGATE.search(stripped):
-                _check_characters(path, found)
-            yield found
+                _check_characters(path, content)
+            yield content
 
 
 def describe_json_line(path: Path, place: int) -> str:

@@ -184,9 +184,11 @@ def _find_known_text(model: Any) -> str | None:
     return None
 
 
-def _choose_end(model: Any, own: tuple[int, ...], name: str | None, wanted: bool, path: Path) -> tuple[int, ...]:
-    if own and not wanted:
-        return own
+def _choose_end(
+    model: Any, template_end: tuple[int, ...], name: str | None, wanted: bool, path: Path
+) -> tuple[int, ...]:
+    if template_end and not wanted:
+        return template_end
     if name is None:
         raise UserError(
             f"{path} does not say which token ends a document (no eos_token): name one with --end-of-document TOKEN "
