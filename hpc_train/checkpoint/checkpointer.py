@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import operator
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -175,8 +176,7 @@ class Checkpointer:
         prepared: list[tuple[list[TensorShard], frozenset[str], list[TensorShard], dict[str, Any]]] = []
 
         def prepare() -> None:
-            if step < 0:
-                raise UserError(f"Checkpointer: step {step} cannot be saved; steps begin at 0")
+            _check_step(step)
             prepared.append(_prepare_save(model, optimizer, extra, self.world.rank))
 
         gather_and_decide(self.world, prepare, lambda _: None)
@@ -231,6 +231,16 @@ def describe_ranks() -> World:
 def _log_failure(future: Future[SaveResult]) -> None:
     if (error := future.exception()) is not None:
         _log.error("%s", error)
+
+
+def _check_step(step: Any) -> None:
+    """Raise UserError for a step under whose name no load would look for it."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise UserError(f"Checkpointer: step {step!r} cannot be saved; steps are whole numbers") from None
+    if number < 0:
+        raise UserError(f"Checkpointer: step {step} cannot be saved; steps begin at 0")
 
 
 def _prepare_save(

@@ -100,11 +100,16 @@ def choose_writers(shards: list[TensorShard], first_writes: frozenset[str], worl
 
 
 def _list_modules(modules: Modules) -> list[tuple[str, nn.Module]]:
-    if isinstance(modules, nn.Module):
-        return [("", modules)]
+    """Return the modules with the prefixes of their names. Raises UserError for what is none."""
     if isinstance(modules, Mapping):
-        return [(f"{name}.", module) for name, module in modules.items()]
-    return [("", module) for module in modules]
+        listed = [(f"{name}.", module) for name, module in modules.items()]
+    else:
+        stages = modules if isinstance(modules, Sequence) else [modules]
+        listed = [("", module) for module in stages]
+    for _, module in listed:
+        if not isinstance(module, nn.Module):
+            raise UserError(f"model= has a {type(module).__name__} in it; give modules, in a list or a dictionary")
+    return listed
 
 
 def _prepare(module: nn.Module) -> None:
