@@ -238,7 +238,9 @@ def _check_step(step: Any) -> None:
     try:
         number = operator.index(step)
     except TypeError:
-        raise UserError(f"Checkpointer: step {step!r} cannot be saved; steps are whole numbers") from None
+        number = None
+    if number is None or isinstance(step, bool):
+        raise UserError(f"Checkpointer: step {step!r} cannot be saved; steps are whole numbers")
     if number < 0:
         raise UserError(f"Checkpointer: step {step} cannot be saved; steps begin at 0")
 

@@ -108,7 +108,7 @@ def _list_modules(modules: Modules) -> list[tuple[str, nn.Module]]:
         listed = [("", module) for module in stages]
     for _, module in listed:
         if not isinstance(module, nn.Module):
-            raise UserError(f"model= has a {type(module).__name__} in it; give modules, in a list or a dictionary")
+            raise UserError(f"model= contains {type(module).__name__}; give modules, in a list or a dictionary")
     return listed
 
 

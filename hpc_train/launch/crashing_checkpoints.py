@@ -31,7 +31,7 @@ class FailedLoad:
     """Whether another start is of use: it loads the same checkpoint once more, or an older one."""
     passed_over: bool = False
     why: str = ""
-    """What was done about the checkpoint, or why that failed, in one line; "" for nothing."""
+    """One line: how the checkpoint was treated, or the error that prevented that; "" if nothing was to be done."""
 
 
 def respond_to_failed_load(

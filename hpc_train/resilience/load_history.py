@@ -79,7 +79,7 @@ def find_passed_over(events: Iterable[Mapping[str, Any]]) -> frozenset[int]:
     steps: frozenset[int] = frozenset()
     for event in events:
         if event["event"] == "checkpoint":
-            steps -= {event.get("step")}
+            steps -= _read_step(event)
         elif event["event"] == PASSED_OVER:
             steps = _apply_event(steps, event)
     return steps
@@ -87,10 +87,15 @@ def find_passed_over(events: Iterable[Mapping[str, Any]]) -> frozenset[int]:
 
 def _apply_event(steps: frozenset[int], event: Mapping[str, Any]) -> frozenset[int]:
     """Return the steps that are marked after a PASSED_OVER event. steps: those that were marked before it."""
-    changed, action = {event.get("step")}, event.get("action")
-    if action == MARKED:
-        return frozenset(step for step in steps | changed if type(step) is int)
-    return steps - changed if action == MARK_REMOVED else steps
+    if event.get("action") == MARKED:
+        return steps | _read_step(event)
+    return steps - _read_step(event) if event.get("action") == MARK_REMOVED else steps
+
+
+def _read_step(event: Mapping[str, Any]) -> frozenset[int]:
+    """Return the step of an event, as a set; the empty set for a value that is no step."""
+    step = event.get("step")
+    return frozenset({step}) if type(step) is int else frozenset()
 
 
 def read_passed_over(path: Path) -> frozenset[int]:

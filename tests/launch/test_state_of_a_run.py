@@ -12,7 +12,7 @@ import pytest
 from hpc_train.errors import UserError
 from hpc_train.launch.slurm.slurm_cli import Answer
 from hpc_train.launch.state.job_state import decide_state
-from hpc_train.launch.state.run_facts import gather_facts
+from hpc_train.launch.state.run_facts import gather_facts, read_events
 from hpc_train.launch.state.run_lookup import find_points, require_single
 from hpc_train.launch.state.state_names import RunStatus
 
@@ -255,6 +255,20 @@ def test_a_marker_that_cannot_be_read_is_none(run: Run, torn: str) -> None:
     (run.path / "logs/0/attempt.json").write_text(torn)
     (run.path / "events.jsonl").open("a").write(torn)
     assert state(run, "12|12|RUNNING|node1|None").state == "RUNNING"
+
+
+def test_events_of_another_form_are_passed_over(tmp_path: Path) -> None:
+    whole = [
+        {"event": "start", "time": 1.0, "attempt": 0, "step": 0},
+        {"event": "slow_node", "time": 2.0, "attempt": 0, "hosts": ["node1"], "why": "twice as slow"},
+        {"event": "restart", "time": 3, "attempt": 0},
+    ]
+    odd: list[dict[str, Any]] = [{**whole[0], "step": step} for step in (None, "3", [3], 1e400, True)]
+    odd += [{**whole[1], "hosts": hosts} for hosts in ([], None, "node1")]
+    odd += [{**whole[2], "attempt": attempt} for attempt in (None, "0", [0])]
+    odd += [{**whole[2], "event": ["restart"]}, {**whole[2], "time": "3"}, {"event": "resume", "time": 1, "attempt": 1}]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in [*odd, *whole, *odd]))
+    assert read_events(tmp_path) == whole
 
 
 def test_a_sweep_is_a_list_of_runs_and_one_poll(tmp_path: Path) -> None:

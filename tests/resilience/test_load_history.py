@@ -56,3 +56,9 @@ def test_a_step_is_passed_over_until_its_mark_is_removed_or_it_is_saved_again(tm
     assert read_passed_over(tmp_path / "events.jsonl") == frozenset()
     (tmp_path / "events.jsonl").write_text('torn\n{"event": "passed_over", "step": 8, "action": "marked bad"}\n{"ev')
     assert read_passed_over(tmp_path / "events.jsonl") == {8}
+
+
+def test_events_whose_step_is_no_step_change_nothing() -> None:
+    odd: list[Any] = [[1], {}, "8", None, True, 8.0]
+    events = [{**MARKED, "step": step} for step in odd] + [event("checkpoint", 2, step=step) for step in odd]
+    assert find_passed_over([MARKED, *events]) == {8}

@@ -1,4 +1,4 @@
-"""What the arguments of all benchmarks share."""
+"""Options that several benchmarks have, and how a benchmark becomes a command."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class NodeDemand:
     exclude: Sequence[str]
     """Nodes that it leaves out, the worst first."""
     concessions: tuple[str, ...] = ()
-    """What it does without, as Slurm has too few nodes: a line for each."""
+    """Lines for the log: the spare nodes and exclusions that were given up, as Slurm has too few nodes."""
 
 
 def fit_demand(

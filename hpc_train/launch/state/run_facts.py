@@ -16,9 +16,11 @@ from hpc_train.launch.state.run_lookup import RunPoint
 from hpc_train.launch.state.state_names import State, parse_ending
 from hpc_train.processes import is_process_alive
 from hpc_train.regular_files import parse_json_object
-from hpc_train.resilience.load_history import find_passed_over
+from hpc_train.resilience.load_history import PASSED_OVER, find_passed_over
 
 _LOG_TAIL_BYTES = 1 << 16
+_EVENTS_WITH_STEP = ("start", "resume", "checkpoint", PASSED_OVER)
+_EVENTS_WITH_HOSTS = ("disagree", "slow_node")
 
 
 @dataclass(frozen=True)
@@ -129,13 +131,23 @@ def _measure_seconds_since_write(run: Path) -> float | None:
 
 
 def read_events(run: Path) -> list[dict[str, Any]]:
-    """Read the whole lines of events.jsonl."""
-    events = []
-    for line in read_tail_text(run / "events.jsonl").splitlines():
-        event = parse_json_object(line)
-        if {"event", "time", "attempt"} <= event.keys() and _is_number(event["time"]):
-            events.append(event)
-    return events
+    """Read the events of a run. Lines that are torn, or lack a field that is computed with, are passed over.
+
+    The decision that follows a fault reads them, too: a line of another form must not end the run.
+    """
+    parsed = map(parse_json_object, read_tail_text(run / "events.jsonl").splitlines())
+    return [event for event in parsed if _is_well_formed(event)]
+
+
+def _is_well_formed(event: dict[str, Any]) -> bool:
+    """Return whether an event says when, in which attempt, and what its kind has to say: a step, or nodes and why."""
+    kind = event.get("event")
+    if type(kind) is not str or not _is_number(event.get("time")) or type(event.get("attempt")) is not int:
+        return False
+    if kind in _EVENTS_WITH_STEP:
+        return type(event.get("step")) is int
+    hosts = event.get("hosts")
+    return kind not in _EVENTS_WITH_HOSTS or (type(hosts) is list and len(hosts) > 0 and "why" in event)
 
 
 def _merge_events(of_sweep: Iterable[dict[str, Any]], of_run: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

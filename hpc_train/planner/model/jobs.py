@@ -226,7 +226,7 @@ class Jobs:
 
     @cached_property
     def condensed(self) -> Jobs:
-        """The same jobs with one entry in each column whose values are all equal.
+        """Return these jobs with one entry in each column whose values are all equal.
 
         Jobs that are searched together share many values, and what depends on these alone is then computed once. A
         column keeps its axes, with length 1, so that the axis of stages stays in front of them.

@@ -132,18 +132,18 @@ class _BlockSizes:
     """Bytes of the activations of blocks on a rank, and what the backward of a block needs, for one micro-batch."""
 
     stored: Column
-    """What the forward of a layer stores for its backward."""
+    """Bytes that the forward of a layer stores for its backward."""
     hidden: Column
     """Hidden states between two layers."""
     last_norm: Column
-    """What the norm before the head stores."""
+    """Bytes that the norm before the head stores."""
     offloaded: NDArray[np.bool_]
     """Whether stored activations wait in host memory."""
     any_offloaded: bool
     working: Column
-    """What the backward of a block needs besides stored activations, or its whole gradients at the end."""
+    """Bytes that the backward of a block needs besides stored activations, or its whole gradients at the end."""
     attention_working: Column | None
-    """What the backward of attention needs besides stored activations, 0 where its scores are not in memory; None: in
+    """Bytes for the backward of attention besides stored activations, 0 where its scores are not in memory; None: in
     no job."""
     freed: Column
     """Activations of a layer that are on the device no more when its gradients are reduced."""
@@ -152,7 +152,7 @@ class _BlockSizes:
     embedding_mask: Column | None
     """The mask of the embedding's dropout; None: no job has dropout."""
     pending: Column | None
-    """What a layer keeps between I and W, the two parts of a split backward; None: no job splits backward."""
+    """Bytes that a layer keeps between I and W, the two parts of a split backward; None: no job splits backward."""
 
 
 def _size_blocks(jobs: Jobs, constants: Constants, weights: RankWeights) -> _BlockSizes:
@@ -213,13 +213,13 @@ class _LossSizes:
     """Bytes of logits and of the loss on the rank with the head, for one micro-batch, [n]."""
 
     stored: Column
-    """What a loss stores for its backward: probabilities; in chunks, gradients of hidden states and head."""
+    """Bytes that a loss stores for its backward: probabilities; in chunks, gradients of hidden states and head."""
     last_logits: Column
     """The latest micro-batch's output: torch's single-stage schedules keep it until the next forward."""
     working: Column
     """The gradients of logits."""
     pending: Column
-    """What the head's weight gradient waits with, between I and W."""
+    """Bytes that the head keeps for its weight gradient, between I and W."""
 
 
 def _size_loss(jobs: Jobs, table: Column) -> _LossSizes:
@@ -285,7 +285,7 @@ class _MomentMemory:
     on_device: Column
     """Activations of layers that wait for their backward, on the device."""
     waiting: Column
-    """What else waits for a backward: inputs and outputs of stages, and gradients between I and W."""
+    """Bytes of all else that waits for a backward: inputs and outputs of stages, and gradients between I and W."""
     has_inputs: NDArray[np.bool_] | None
     """Whether the rank has input gradients without their weight gradients; None if no job has."""
 
