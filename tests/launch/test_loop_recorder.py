@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import hpc_train
@@ -43,6 +44,7 @@ def train(world: World, directory: Path, first: int, last: int, fail: bool = Fal
         ):
             pass
         if fail:
+            dist.barrier()  # the first rank to raise ends the others, and rank 0 may be a step behind
             raise FileNotFoundError("no more data")
     return beats
 
