@@ -30,7 +30,8 @@ def line(step: int, loss: float | None = 1.5, seconds: float = 1.0) -> str:
 
 def facts_of(run: Path, began: float = 0.0) -> RunFacts:
     (run / "logs/0").mkdir(parents=True, exist_ok=True)
-    (run / "events.jsonl").write_text(json.dumps({"event": "start", "time": 1, "attempt": 0, "step": 0, "steps": 300}) + "\n")
+    start = {"event": "start", "time": 1, "attempt": 0, "step": 0, "steps": 300}
+    (run / "events.jsonl").write_text(json.dumps(start) + "\n")
     return replace(read_files(RunPoint("run", run)), attempts=(Attempt(0, AttemptStart("here", began)),))
 
 
