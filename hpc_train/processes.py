@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 _SET_DEATH_SIGNAL = 1
@@ -34,6 +35,14 @@ def read_start_time(process: int) -> str | None:
     except OSError:
         return None
     return None if fields[0] in "ZX" else fields[19]  # fields 3 and 22 of proc_pid_stat(5)
+
+
+def read_process_age(process: int) -> float | None:
+    """Return for how many seconds a process has existed, by a clock that cannot be set; None if there is none."""
+    started = read_start_time(process)
+    if started is None:
+        return None
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK"))
 
 
 def is_process_alive(process: int, started: str, machine: str) -> bool | None:

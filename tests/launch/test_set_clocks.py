@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +12,13 @@ from typing import cast
 import pytest
 
 from hpc_train.config.compose import compose
+from hpc_train.launch.state.attempts import ATTEMPT_MARKER
+from hpc_train.launch.state.job_state import decide_state
+from hpc_train.launch.state.progress import add_progress
+from hpc_train.launch.state.run_facts import read_files
+from hpc_train.launch.state.run_lookup import RunPoint
+from hpc_train.launch.state.state_names import RunStatus, State
+from hpc_train.processes import read_process_age
 from hpc_train.resilience.deadlines import HangLimits
 from hpc_train.resilience.heartbeat import Heartbeat, Phase, remove_entries
 from hpc_train.resilience.watch import NodeWatch, find_hang
@@ -90,3 +99,64 @@ def test_ranks_do_not_hang_because_a_clock_is_set(
         assert find_hang([view]) is None
     finally:
         remove_entries(tmp_path)
+
+
+def make_run(run: Path, seconds_since_step: float) -> Path:
+    """Write what a run on another machine leaves whose last step was made so long ago; returns its log directory."""
+    logs = run / "logs/0"
+    logs.mkdir(parents=True)
+    begun = {"host": "elsewhere", "time": now() - 600, "launcher": "local", "process": 7}
+    (logs / ATTEMPT_MARKER).write_text(json.dumps(begun))
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(json.dumps({"step": 3, "loss": 1.5, "step_seconds": 1.0}) + "\n")
+    os.utime(metrics, (now() - seconds_since_step,) * 2)
+    return logs
+
+
+def read_running(run: Path) -> RunStatus:
+    """Return the status of a run of which Slurm says that it runs."""
+    return add_progress(RunStatus("run", "7", 0, State.RUNNING), read_files(RunPoint("run", run)))
+
+
+@pytest.mark.parametrize("seconds", [86400, -86400])
+def test_status_knows_the_age_of_a_step_by_the_heartbeats_of_its_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    logs = make_run(tmp_path, 5)
+    heartbeat, longest = Heartbeat(logs, 0), read_process_age(os.getpid())
+    assert longest is not None
+    try:
+        set_clock(monkeypatch, seconds)
+        for phase in (Phase.STEP, Phase.EVALUATE):
+            heartbeat.enter(phase, 3)
+            status = read_running(tmp_path)
+            assert status.reason == "" or phase is Phase.EVALUATE
+            assert status.seconds_since_step is not None
+            # How long an evaluation lasts is not in a heartbeat, but no longer than the process has been there.
+            assert status.seconds_since_step < (5 if phase is Phase.STEP else longest + 5)
+        heartbeat.enter(Phase.STEP, 4)
+        later = time.monotonic() + 300
+        monkeypatch.setattr("time.monotonic", lambda: later)
+        assert read_running(tmp_path).reason == "no step for 5 min"
+    finally:
+        remove_entries(logs)
+
+
+def test_status_says_where_the_age_of_a_step_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path, 5)
+    set_clock(monkeypatch, -86400)
+    status = read_running(tmp_path)
+    assert status.seconds_since_step is None
+    assert status.reason == "the age of its last step is not known: the clock here is 24.0 h behind that of its files"
+    set_clock(monkeypatch, -30)
+    assert read_running(tmp_path).seconds_since_step == 0
+
+
+def test_a_file_of_tomorrow_is_no_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run that another machine has started, a file shows whether it is alive."""
+    make_run(tmp_path, 5)
+    facts = read_files(RunPoint("run", tmp_path))
+    assert decide_state(facts).state is State.RUNNING
+    set_clock(monkeypatch, -86400)
+    late = decide_state(read_files(RunPoint("run", tmp_path)))
+    assert (late.state, late.reason) == (State.UNKNOWN, "runs or ran on elsewhere; ask there")

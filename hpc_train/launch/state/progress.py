@@ -6,7 +6,6 @@ Reading from the end makes a run of a million steps as fast to read as one of te
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import Any
 from hpc_train.launch.state.attempts import open_if_regular
 from hpc_train.launch.state.run_facts import RunFacts
 from hpc_train.launch.state.state_names import RunStatus, State
+from hpc_train.launch.state.step_age import StepAge, measure_step_age
 from hpc_train.regular_files import parse_json_object, read_json
 from hpc_train.training.records.warning_files import read_warnings
 from hpc_train.units import format_age
@@ -38,13 +38,13 @@ def add_progress(status: RunStatus, facts: RunFacts) -> RunStatus:
         return status
     unwatched = explain_unwatched(facts)
     status = replace(status, reason=": ".join(filter(None, (status.reason, unwatched))))
-    age = _measure_seconds_since_step(path, facts)
-    if age is None:
-        return status
-    quiet = _is_quiet(age, _float_or_none(last.get("step_seconds")))
-    text = f"no step for {format_age(age)}"
+    age = _measure_step_age(path, facts)
+    if age.seconds is None:
+        return replace(status, reason=": ".join(filter(None, (status.reason, age.why_unknown))))
+    quiet = _is_quiet(age.seconds, _float_or_none(last.get("step_seconds")))
+    text = f"no step for {format_age(age.seconds)}"
     reason = ": ".join(filter(None, (status.reason, text))) if quiet else status.reason
-    return replace(status, seconds_since_step=round(age, 1), reason=reason)
+    return replace(status, seconds_since_step=round(age.seconds, 1), reason=reason)
 
 
 def explain_unwatched(facts: RunFacts) -> str:
@@ -70,13 +70,15 @@ def _list_warnings(facts: RunFacts) -> tuple[str, ...]:
     return tuple(str(warning) for warning in read_warnings(facts.point.run / "logs" / str(facts.newest.number)))
 
 
-def _measure_seconds_since_step(path: Path, facts: RunFacts) -> float | None:
-    """Return seconds since the last recorded step, or since the attempt began; the file server's clock may differ."""
+def _measure_step_age(path: Path, facts: RunFacts) -> StepAge:
+    """Return the time since the last recorded step, or since the attempt began."""
     newest = facts.newest
     times = [newest.begun.time] if newest and newest.begun else []
     with suppress(OSError):
         times.append(path.stat().st_mtime)
-    return max(0.0, time.time() - max(times)) if times else None
+    if newest is None or not times:
+        return StepAge()
+    return measure_step_age(facts.point.run / "logs" / str(newest.number), max(times))
 
 
 def _is_quiet(age: float, step_seconds: float | None) -> bool:

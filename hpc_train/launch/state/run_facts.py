@@ -14,6 +14,7 @@ from hpc_train.launch.slurm.slurm_cli import JobRecord, RunClient, poll_jobs
 from hpc_train.launch.state.attempts import Attempt, read_attempts, read_tail_text
 from hpc_train.launch.state.run_lookup import RunPoint
 from hpc_train.launch.state.state_names import State, parse_ending
+from hpc_train.launch.state.step_age import LARGEST_SKEW_SECONDS
 from hpc_train.processes import is_process_alive
 from hpc_train.regular_files import parse_json_object
 from hpc_train.resilience.load_history import PASSED_OVER, find_passed_over
@@ -124,10 +125,14 @@ def _read_failure(run: Path, newest: Attempt, events: Iterable[dict[str, Any]]) 
 
 
 def _measure_seconds_since_write(run: Path) -> float | None:
-    """Return the seconds since a step was recorded or a heart beat, by the file server's clock, which may differ."""
+    """Return the seconds since a step was recorded or a heart beat; None where the clock here is behind the files'.
+
+    They are by the file server's clock, which may differ.
+    """
     # Modification times are what another machine can see of a run without asking its processes.
     times = [path.stat().st_mtime for path in (run / "metrics.jsonl", run / "checkpoints/lock") if path.exists()]
-    return max(0.0, time.time() - max(times)) if times else None
+    age = time.time() - max(times) if times else None
+    return None if age is None or age < -LARGEST_SKEW_SECONDS else max(0.0, age)
 
 
 def read_events(run: Path) -> list[dict[str, Any]]:
