@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hpc_train.placement.placement_result import Placement
     from hpc_train.planner.plan import Plan
 
-_SECONDS_BETWEEN_LOOKS = 2.0
+_POLL_SECONDS = 2.0
 
 
 class Run:
@@ -86,11 +86,11 @@ class Run:
 
     def wait(self, timeout: float | None = None) -> RunStatus:
         """Return the status once the run has ended; raise TimeoutError after `timeout` seconds."""
-        end = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + timeout
         while not (status := self.status()).state.ended:
-            if end is not None and time.monotonic() >= end:
+            if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(f"{self.path}: still {status.state} after {timeout:g} s")
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
+            time.sleep(_POLL_SECONDS)
         return status
 
     def __repr__(self) -> str:
@@ -100,9 +100,9 @@ class Run:
 def train(config: RunConfig) -> Run:
     """Train on this machine until the run is done, with the configuration's number of local ranks.
 
-    A run directory that holds this run already is continued from its newest whole checkpoint. Progress is printed.
-    Raises UserError for what is wrong with the configuration, and RunFailed with the first error of the ranks. A new
-    run directory goes again if the ranks refuse the run before its first step.
+    If the run directory already holds this run, training continues from its newest whole checkpoint. Progress is
+    printed. Raises UserError for a mistake in the configuration, and RunFailed with the first error of the ranks. If
+    the ranks refuse the run before its first step, a run directory that was made for it is removed again.
     """
     from hpc_train.cli.output import TERMINAL
     from hpc_train.launch.train import train_local_ranks
@@ -110,17 +110,17 @@ def train(config: RunConfig) -> Run:
 
     if config.launch.kind != "local":
         raise UserError(f"launch={config.launch.kind}: train() runs on this machine; use submit() for Slurm")
-    ended = train_local_ranks(config, StopRequest(), TERMINAL)
-    if ended.code not in (EXIT_DONE, EXIT_REQUEUE):
-        logs = ended.folder.path / "logs"
-        raise RunFailed(ended.failure or f"the ranks ended with exit code {ended.code}; see {logs}")
-    return Run(ended.folder.path)
+    outcome = train_local_ranks(config, StopRequest(), TERMINAL)
+    run_dir = outcome.folder.path
+    if outcome.code not in (EXIT_DONE, EXIT_REQUEUE):
+        raise RunFailed(outcome.failure or f"the ranks ended with exit code {outcome.code}; see {run_dir / 'logs'}")
+    return Run(run_dir)
 
 
 def submit(config: RunConfig, *, after: Sequence[Run | str | Path] = ()) -> Run:
     """Freeze a run and its code, hand it to Slurm, and return at once.
 
-    after: runs, run directories or job ids that must have ended well before this one starts. Raises UserError if the
+    after: runs, run directories or job ids that must succeed before this one starts. Raises UserError if the
     run is invalid or Slurm refuses it; then nothing is left behind.
     """
     from hpc_train.cli.output import TERMINAL
@@ -133,7 +133,8 @@ def submit(config: RunConfig, *, after: Sequence[Run | str | Path] = ()) -> Run:
 def plan(config: RunConfig) -> Plan:
     """Predict memory, step time and cost of a run, and search for the best layout.
 
-    Settings below `parallel` that differ from their defaults stay; the others, and the micro-batch, are searched.
+    Settings below `parallel` that differ from their defaults are kept; the search varies the others and the
+    micro-batch.
     `plan(config).best` is the recommended candidate; its `config` can be submitted. Raises UserError if nothing can be
     planned, such as for a cluster without GPU figures.
     """

@@ -3,9 +3,11 @@
 A step of torch's pipeline runtime works through this rank's actions. What differs from torch, in order of time:
 
     gather    fully_shard's own hooks gather parameters, not the runtime (take_over_gathering)
-    receive   a buffer exists from the receive to its use, not for the whole step (allocate_received, release_received)
+    receive   a buffer exists from the receive to its use, not for the whole step (defer_receive_memory,
+              allocate_received, release_received)
     forward   the last stage keeps a loss, not the logits (drop_last_output)
-    backward  each fully_shard group is reduced and freed as soon as its gradients are there (backward_of_*)
+    backward  each fully_shard group is reduced and freed as soon as its gradients are there (compute_gradients,
+              compute_input_gradients, compute_weight_gradients)
 
 parallel/pipeline/stage.py calls them at these places.
 """
@@ -31,13 +33,14 @@ PipelineLoss = Callable[[Tensor, Tensor], Tensor]
 """(output of the last stage, target) -> what its backward starts from."""
 
 
-def run_pipeline_order(
+def make_pipeline_runtime(
     stages: list[PipelineStage], ranks: tuple[int, ...], order: list[list[str]], micro_batches: int, loss: PipelineLoss
 ) -> PipelineScheduleMulti:
-    """torch's pipeline runtime over any order of actions, such as "2F0"; `ranks`: the pp rank of each stage.
+    """Make torch's pipeline runtime for any order of actions.
 
-    An order that has no backward is for `eval` alone. Private because torch's public schedules have only their own
-    orders, and their `eval` fails where two neighbouring stages are on one rank.
+    order: the actions of each pp rank, as torch writes them ("2F0": forward of stage 2, micro-batch 0); without any
+    backward, the runtime is for `eval` alone. ranks: the pp rank of each stage. Private because torch's public
+    schedules have only their own orders, and their `eval` fails where two neighbouring stages are on one rank.
     """
     from torch.distributed.pipelining import schedules  # takes most of a second, and few runs need it
 
@@ -46,6 +49,7 @@ def run_pipeline_order(
     if any("B" in text or "W" in text for row in order for text in row):
         runtime._prepare_schedule_with_comms(actions)
         return runtime
+    # The same steps without torch's validation, which demands a backward for every forward.
     runtime.stage_index_to_group_rank = dict(enumerate(ranks))
     for stage in stages:
         stage.stage_index_to_group_rank = runtime.stage_index_to_group_rank
@@ -127,8 +131,8 @@ def drop_last_output(stage: PipelineStage, micro_batch: int) -> None:
         states[micro_batch] = replace(state, output_grad_edges=(), live_outputs=[], releasable=(), send_pending=[])
 
 
-def backward_of_stage(outputs: Any, gradients: Any, inputs: Any) -> tuple[Tensor | None, ...]:
-    """Accumulate the gradients of a stage's parameters; returns its input gradients, which are not kept.
+def compute_gradients(outputs: Any, gradients: Any, inputs: Any) -> tuple[Tensor | None, ...]:
+    """Accumulate the gradients of a stage's parameters, and return its input gradients, which are not kept.
 
     Private, as are the next two, because torch's stages decide themselves when fully_shard reduces and frees.
     """
@@ -141,7 +145,7 @@ PendingWeights = list[dict[str, Any]]
 """Inputs of the weight gradients: nodes of the graph, and the gradients of their results."""
 
 
-def backward_of_inputs(
+def compute_input_gradients(
     outputs: Any, gradients: Any, inputs: Any, module: FSDPModule
 ) -> tuple[tuple[Tensor | None, ...], PendingWeights]:
     """Return the input gradients of a stage, and what its weight gradients can be computed from later.
@@ -154,7 +158,7 @@ def backward_of_inputs(
     return stage_backward_input(outputs, gradients, inputs, iter(weights))
 
 
-def backward_of_weights(module: FSDPModule, pending: PendingWeights, ahead: int) -> None:
+def compute_weight_gradients(module: FSDPModule, pending: PendingWeights, ahead: int) -> None:
     """Compute a stage's weight gradients, one fully_shard group after another, starting with the last.
 
     Each group is gathered if needed, then reduced and freed as after any other backward. ahead: number of groups

@@ -69,6 +69,7 @@ def run_submission_command(points: int, rounds: int, peers: bool, as_json: bool)
             "bench submit --peers: hydra-submitit-launcher is not here; pip install hydra-submitit-launcher"
         )
     sides = [_submit_ours, _submit_peer] if peers else [_submit_ours]
+    # Round by round, so that a change of load on the machine meets both sides.
     measured = [side(points) for _ in range(rounds) for side in sides]
     if as_json:
         print(json.dumps({"points": points, "rounds": [asdict(measurement) for measurement in measured]}))
@@ -97,7 +98,7 @@ def _submit_peer(points: int) -> Submission:
 
 def _measure_submission(side: str, words: Sequence[str], name: str, points: int, target: Path) -> Submission:
     """Run the command until Slurm lists all its points; then cancel them, and kill the command if it waits for them."""
-    began, spent = time.monotonic(), _count_children()
+    start, cpu_before = time.monotonic(), _read_children_seconds()
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             words,
@@ -108,8 +109,8 @@ def _measure_submission(side: str, words: Sequence[str], name: str, points: int,
             start_new_session=True,
         )
         try:
-            _wait_for_points(process, lambda: _count_known(name) >= points)
-            wall = time.monotonic() - began
+            _wait_for_points(process, lambda: _count_queued(name) >= points)
+            wall_seconds = time.monotonic() - start
             files = [path.stat().st_size for path in target.rglob("*") if path.is_file()]
         except UserError as error:
             output.seek(0)
@@ -117,11 +118,12 @@ def _measure_submission(side: str, words: Sequence[str], name: str, points: int,
             raise UserError(f"{side}: {error}: {' '.join(last)}") from None
         finally:
             run_client(["scancel", f"--name={name}"])
-            _cancel_all(process)
-    return Submission(side, wall, _count_children() - spent, len(files), sum(files) / 2**20)
+            _end_process(process)
+    return Submission(side, wall_seconds, _read_children_seconds() - cpu_before, len(files), sum(files) / 2**20)
 
 
 def _wait_for_points(process: subprocess.Popen[bytes], all_listed: Callable[[], bool]) -> None:
+    """Poll until all points are listed. Raises UserError if the command fails before, or takes too long."""
     deadline = time.monotonic() + _TIMEOUT_SECONDS
     while not all_listed():
         if process.poll():
@@ -131,12 +133,13 @@ def _wait_for_points(process: subprocess.Popen[bytes], all_listed: Callable[[], 
         time.sleep(0.2)
 
 
-def _count_known(name: str) -> int:
-    """Count the points of this name in Slurm's queue, with each array element."""
+def _count_queued(name: str) -> int:
+    """Count the points in Slurm's queue whose jobs have this name; an array element is one."""
     return len(run_client(["squeue", "--noheader", "--array", f"--name={name}", "--format=%i"]).out.split())
 
 
-def _cancel_all(process: subprocess.Popen[bytes]) -> None:
+def _end_process(process: subprocess.Popen[bytes]) -> None:
+    """Let the command end by itself, as its jobs are cancelled, or kill it with its children."""
     try:
         process.wait(timeout=2.0)
     except subprocess.TimeoutExpired:
@@ -144,10 +147,10 @@ def _cancel_all(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _count_children() -> float:
-    """Return the CPU seconds of finished child processes."""
-    spent = os.times()
-    return spent.children_user + spent.children_system
+def _read_children_seconds() -> float:
+    """Return the CPU seconds that all child processes which have ended have used so far."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def _print_result(points: int, measured: Sequence[Submission]) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hpc_train.cli.arguments import add_examples, add_json, add_weights, choose_device, whole_number
+
+if TYPE_CHECKING:
+    from hpc_train.inference.evaluate import CheckpointScore
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -53,8 +56,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_evaluate)
 
 
-_OF_DATA = ("split", "batches", "sequence_length", "chat", "column", "precision")
-_OF_TASKS = ("include_path", "limit", "shots")
+_DATA_OPTIONS = ("split", "batches", "sequence_length", "chat", "column", "precision")
+"""Options that only measuring on data reads."""
+_TASK_OPTIONS = ("include_path", "limit", "shots")
+"""Options that only --tasks reads."""
 
 
 def _evaluate(args: argparse.Namespace) -> int:
@@ -64,49 +69,59 @@ def _evaluate(args: argparse.Namespace) -> int:
     from hpc_train.inference.evaluate import EvaluationRequest, evaluate_checkpoint
 
     request = EvaluationRequest(
-        args.where,
-        args.data,
-        args.split,
-        args.batches,
-        args.batch,
-        args.sequence_length,
-        args.tokenizer,
-        args.chat,
-        args.column,
-        args.precision,
-        args.base,
-        args.weights,
+        where=args.where,
+        data=args.data,
+        split=args.split,
+        batches=args.batches,
+        micro_batch=args.batch,
+        sequence_length=args.sequence_length,
+        tokenizer=args.tokenizer,
+        chat=args.chat,
+        column=args.column,
+        precision=args.precision,
+        base=args.base,
+        weights=args.weights,
     )
     score = evaluate_checkpoint(request, choose_device(args.device))
-    result: dict[str, Any] = {
-        "step": score.step,
-        "weights": "average" if score.averaged else "trained",
-        "data": score.data,
-        "split": score.split,
-        score.unit: score.samples,
-        "targets": score.result.targets,
-        "loss": score.result.loss,
-        **score.result.metrics,
-    }
     if args.json:
-        from hpc_train.cli.output import print_json
-
-        print_json(result)
-        return 0
-    which = args.where if score.step is None else f"{args.where}, step {score.step}"
-    which += ", average of the weights" if score.averaged else ""
-    print(f"{which}; {score.data} ({score.split}): {score.samples:,} {score.unit}, {score.result.targets:,} targets")
-    for name in ("loss", *score.result.metrics):
-        print(f"{name:<12} {result[name]:.6g}")
+        _print_score_json(score)
+    else:
+        _print_score(args.where, score)
     return 0
+
+
+def _print_score_json(score: CheckpointScore) -> None:
+    from hpc_train.cli.output import print_json
+
+    print_json(
+        {
+            "step": score.step,
+            "weights": "average" if score.averaged else "trained",
+            "data": score.data,
+            "split": score.split,
+            score.unit: score.samples,
+            "targets": score.result.targets,
+            "loss": score.result.loss,
+            **score.result.metrics,
+        }
+    )
+
+
+def _print_score(where: str, score: CheckpointScore) -> None:
+    checkpoint = where if score.step is None else f"{where}, step {score.step}"
+    checkpoint += ", average of the weights" if score.averaged else ""
+    counts = f"{score.samples:,} {score.unit}, {score.result.targets:,} targets"
+    print(f"{checkpoint}; {score.data} ({score.split}): {counts}")
+    for name, value in {"loss": score.result.loss, **score.result.metrics}.items():
+        print(f"{name:<12} {value:.6g}")
 
 
 def _refuse_without_effect(args: argparse.Namespace) -> None:
     """Raise UserError for an option that only the other way of measuring reads."""
     from hpc_train.errors import UserError
 
-    other = _OF_TASKS if args.tasks is None else _OF_DATA
-    for name in other:
+    unread = _TASK_OPTIONS if args.tasks is None else _DATA_OPTIONS
+    for name in unread:
         if getattr(args, name) not in (None, False):
             option = f"--{name.replace('_', '-')}"
             needs = "needs --tasks" if args.tasks is None else "has no effect with --tasks"

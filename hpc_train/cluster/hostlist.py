@@ -20,13 +20,13 @@ MAX_HOSTS = 1 << 18
 MAX_NAME_LENGTH = 255
 """Maximum number of characters of a name (RFC 1035)."""
 
-_ODD = re.compile(r"[^\t\n\r -~]")
+_UNPRINTABLE = re.compile(r"[^\t\n\r -~]")
 _SEPARATORS = re.compile(r"[\s,]+")
 _ITEM = re.compile(r"(?:[^\s,\[\]]|\[[^\[\]]*\])+")
 _GROUP = re.compile(r"\[([^\[\]]*)\]")
 _RANGE = re.compile(r"([0-9]{1,20})(?:-([0-9]{1,20}))?")
 _SINGLE = re.compile(r"[0-9]{1,20}(?:,[0-9]{1,20})*")
-_NEVER = re.compile(r"[(){}\"'`<>=\\]")
+_FORBIDDEN = re.compile(r"[(){}\"'`<>=\\]")
 _NUMBERED = re.compile(r"(.*?)([0-9]{1,20})", re.DOTALL)
 
 
@@ -66,9 +66,12 @@ def name_switch_group(names: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class _Range:
+    """LOW-HIGH between brackets."""
+
     low: int
     high: int
     width: int
+    """Characters to which numbers are padded with zeros."""
 
     def numbers(self) -> list[str]:
         return [f"{number:0{self.width}d}" for number in range(self.low, self.high + 1)]
@@ -114,13 +117,13 @@ class _Item:
 
 
 def _check_characters(text: str) -> None:
-    if odd := _ODD.search(text):
-        raise UserError(f"host list {_quote_shortened(text)}: {odd[0]!r} cannot be in a name")
-    if never := _NEVER.search(text):
-        if never[0] in "{}":
+    if unprintable := _UNPRINTABLE.search(text):
+        raise UserError(f"host list {_quote_shortened(text)}: {unprintable[0]!r} cannot be in a name")
+    if forbidden := _FORBIDDEN.search(text):
+        if forbidden[0] in "{}":
             what = "only slurmctld can expand {...}; give what `scontrol show hostnames` prints"
             raise UserError(f"host list {_quote_shortened(text)}: {what}")
-        raise UserError(f"host list {_quote_shortened(text)}: {never[0]} cannot be in a name")
+        raise UserError(f"host list {_quote_shortened(text)}: {forbidden[0]} cannot be in a name")
 
 
 def _parse_items(text: str) -> Iterator[str]:
@@ -225,16 +228,16 @@ def list_task_hosts(nodes: Sequence[str], counts: Sequence[int], env: Mapping[st
         return _deal_tasks(nodes, counts, 1)
     if kind == "plane" and size.isdecimal() and int(size) > 0:
         return _deal_tasks(nodes, counts, int(size))
-    return [""] * sum(counts)  # arbitrary: in the order of a file of the user's
+    return [""] * sum(counts)  # "arbitrary": the order is in a file of the user's
 
 
 def _deal_tasks(nodes: Sequence[str], counts: Sequence[int], size: int) -> list[str]:
     """Deal out tasks to the nodes round-robin, `size` at a time, until each node has its number of tasks."""
-    left, hosts = list(counts), []
-    while any(left):
+    remaining, hosts = list(counts), []
+    while any(remaining):
         for index, node in enumerate(nodes):
-            dealt = min(size, left[index])
-            left[index] -= dealt
+            dealt = min(size, remaining[index])
+            remaining[index] -= dealt
             hosts += [node] * dealt
     return hosts
 
@@ -244,13 +247,13 @@ def natural_key(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]{1,18})", name) if part]
 
 
-_SPECIAL = re.compile(r"[\[\],\s]")
+_HOSTLIST_SYNTAX = re.compile(r"[\[\],\s]")
 
 
 def fold_names(names: Iterable[str]) -> str:
     """Write names compactly: as a host list, or joined by commas if a host list cannot hold such names."""
     given = list(names)
-    plain = not any(_SPECIAL.search(name) for name in given)
+    plain = not any(_HOSTLIST_SYNTAX.search(name) for name in given)
     return one_line(compress_hostlist(given) if plain else ", ".join(given))
 
 
@@ -264,9 +267,3 @@ def shorten_names(names: Sequence[str]) -> str:
     if len(folded) <= _MAX_NAMES_LENGTH:
         return folded
     return f"{one_line(names[0])} ... {one_line(names[-1])} ({len(names)} nodes)"
-
-
-def pluralise_level(level: str) -> str:
-    """Return the plural of a level's name, for headings and messages: leaf -> leaves."""
-    plurals = {"domain": "NVLink domains", "all": "no switch is known", "leaf": "leaves"}
-    return plurals.get(level, f"{level} switches" if level.startswith("level") else f"{level}s")

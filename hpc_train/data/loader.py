@@ -33,7 +33,8 @@ class BatchLoader(Protocol):
     def state(self) -> Any:
         """Return what a checkpoint must hold besides the number of samples, as JSON has it; None: nothing."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release what the loader holds, such as its thread."""
 
 
 class Loader:
@@ -49,7 +50,8 @@ class Loader:
         dp_size: int,
         augment: bool = False,
     ) -> None:
-        """Start the thread. global_batch: samples over all `dp_size` shares. micro_batch: samples of this share.
+        """Start the thread. global_batch: samples of a step over all `dp_size` shares. micro_batch: samples of one part
+        of this share.
 
         augment: draw a crop of each image, which depends on its position in the run; no effect on other data.
         """
@@ -60,6 +62,7 @@ class Loader:
         self.global_batch = global_batch
         self.micro_batch = micro_batch
         self.augment = augment
+        # Samples of this rank in a step, and where they begin among those of all ranks.
         self.share = compute_share(global_batch, dp_size)
         self.offset = dp_index * self.share
         # Pinning happens on the thread, and would otherwise make a context on GPU 0 in every rank of a node.
@@ -102,6 +105,7 @@ class Loader:
         return self._thread.submit(self._assemble, start)
 
     def _assemble(self, start: int) -> list[MicroBatch]:
+        """Read this rank's share of a step, on the loader's thread. start: first sample of the step over all ranks."""
         first = start + self.offset
         samples = self._read(self.dataset, first)
         if self._device is not None:

@@ -22,6 +22,11 @@ from hpc_train.errors import UserError
 from hpc_train.placement.communication_environment import find_harmful_variables
 from hpc_train.runtime.identity import find_local_address, list_interfaces
 
+FindProgram = Callable[[str], str | None]
+"""Returns the path of a program, None if it is not on PATH."""
+RunCommand = Callable[[list[str]], tuple[int, str]]
+"""Runs a command and returns (exit code, output)."""
+
 
 def check_software() -> Iterator[Finding]:
     """Run the checks of Python and its packages."""
@@ -66,13 +71,13 @@ print(mpi4py.__version__, "over", MPI.Get_library_version().split("\\n")[0].spli
 def check_mpi(installed: bool, ask: RunCommand) -> Finding:
     """Check that mpi4py, which is optional, loads its library if it is installed.
 
-    Asked in a process of its own: a library of the wrong kind may end it, and MPI starts once only in this one.
+    This runs in a process of its own: a library of the wrong kind may end the process by a signal, which no exception
+    handler sees, and MPI can be started only once in a process.
     """
     if not installed:
         return pass_check(
             "mpi", "mpi4py is not installed; needed for parallel=server and parallel.reduce_with=mpi only"
         )
-    # A wrong library ends its process by a signal, which no exception handler sees.
     code, output = ask([sys.executable, "-c", _MPI_PROGRAM])
     if code == 0:
         return pass_check("mpi", f"mpi4py {output}")
@@ -92,10 +97,6 @@ def check_hdf5(load: Callable[[str], ModuleType]) -> Finding:
 
 SLURM_PROGRAMS = ("sbatch", "srun", "squeue", "sinfo", "sacct", "scontrol")
 _TIMEOUT_SECONDS = 20.0
-
-FindProgram = Callable[[str], str | None]
-RunCommand = Callable[[list[str]], tuple[int, str]]
-"""Runs a command and returns (exit code, output)."""
 
 
 def check_tools(env: Mapping[str, str] | None = None) -> Iterator[Finding]:
@@ -144,7 +145,7 @@ def check_lustre(which: FindProgram) -> Finding:
     """Check lfs, which stripes checkpoints on Lustre."""
     if which("lfs"):
         return pass_check("lfs", "Lustre's lfs is here")
-    return pass_check("lfs", "no lfs: checkpoints on Lustre, if there are, get the folder's own striping")
+    return pass_check("lfs", "no lfs: checkpoints on Lustre, if there are any, get the folder's own striping")
 
 
 def check_modules(env: Mapping[str, str]) -> Finding:
@@ -159,7 +160,10 @@ def check_modules(env: Mapping[str, str]) -> Finding:
 def check_environment(
     env: Mapping[str, str], host: str, nodes: int, wanted: str | None, local: int
 ) -> Iterator[Finding]:
-    """Run the checks of network settings. wanted: cluster.fabric.interface. local: ranks of this node."""
+    """Run the checks of network settings and threads.
+
+    wanted: cluster.fabric.interface. nodes: of the job. local: ranks of this node.
+    """
     yield check_interface(host, nodes, wanted)
     yield from check_chosen_interface(env, list_interfaces())
     yield from check_harmful_variables(env, local)
@@ -177,21 +181,22 @@ def check_interface(host: str, nodes: int, wanted: str | None) -> Finding:
     )
 
 
-def check_chosen_interface(env: Mapping[str, str], have: Mapping[str, str]) -> Iterator[Finding]:
-    """Check that interfaces chosen by the user exist. have: interface -> IPv4 address."""
+def check_chosen_interface(env: Mapping[str, str], addresses: Mapping[str, str]) -> Iterator[Finding]:
+    """Check that interfaces chosen by the user exist. addresses: this host's interfaces -> IPv4 address."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = env.get(name, "")
         wanted = [part for part in value.lstrip("=").split(",") if part]
-        if not wanted or value.startswith("^"):
+        if not wanted or value.startswith("^"):  # ^ excludes interfaces
             continue
+        # gloo takes whole names, NCCL prefixes unless there is an = before them.
         exact = name.startswith("GLOO") or value.startswith("=")
         matches = [
             interface
-            for interface in have
+            for interface in addresses
             if any(interface == part if exact else interface.startswith(part) for part in wanted)
         ]
         if not matches:
-            text = f"{name}={value}: this host has {', '.join(sorted(have))}"
+            text = f"{name}={value}: this host has {', '.join(sorted(addresses))}"
             yield fail_check("environment", text, f"unset {name}, or name the network with cluster.fabric.interface")
 
 

@@ -19,7 +19,7 @@ from hpc_train.errors import UserError
 from hpc_train.inference.generate import GenerateOptions, generate_texts
 from hpc_train.inference.load_model import LoadedModel
 
-_MOST_NEW_TOKENS = 256
+_MAX_NEW_TOKENS = 256
 """Length of an answer that its task does not limit, as in the harness."""
 _DEFAULT_LENGTH = 2048
 """Tokens of a window for a model that does not say how many positions it has."""
@@ -60,19 +60,8 @@ def evaluate_tasks(loaded: LoadedModel, options: TaskOptions) -> dict[str, dict[
     if loaded.has_encoder:
         raise UserError("--tasks: scores decoders only, and this model has an encoder; use `lm_eval --model hf` itself")
     harness = import_harness()
-    from lm_eval.tasks import TaskManager
-
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    if options.include_path is not None and not Path(options.include_path).is_dir():
-        raise UserError(f"--include-path {options.include_path}: no such folder; give one with task files (*.yaml)")
-    manager = TaskManager(include_path=options.include_path, include_defaults=options.include_path is None)
-    if any(task not in manager.all_tasks for task in options.tasks):  # thousands of files, which take a minute to read
-        manager = TaskManager(include_path=options.include_path)
-    if unknown := [task for task in options.tasks if task not in manager.all_tasks]:
-        raise UserError(
-            f"--tasks: {unknown[0]} is not a task, group or tag of lm_eval {harness.__version__}; `lm-eval ls tasks` "
-            "lists them, and --include-path DIR adds your own"
-        )
+    manager = _find_tasks(options, harness.__version__)
     model = _make_harness_model(loaded, options.batch)
     try:
         results = harness.simple_evaluate(
@@ -84,12 +73,31 @@ def evaluate_tasks(loaded: LoadedModel, options: TaskOptions) -> dict[str, dict[
             bootstrap_iters=0,
             log_samples=False,
         )
-    except UserError:
+    except UserError:  # raised by our own model, which the harness calls
         raise
     except (OSError, ValueError, KeyError, RuntimeError) as error:  # data of a task: not there, or of another form
         text = " ".join(str(error).split())[:200]
         raise UserError(f"--tasks {','.join(options.tasks)}: {type(error).__name__}: {text}") from error
     return {task: _select_numbers(measured) for task, measured in results["results"].items()}
+
+
+def _find_tasks(options: TaskOptions, version: str) -> Any:
+    """Return the harness's TaskManager that knows all tasks. Raises UserError for one that is in no file."""
+    from lm_eval.tasks import TaskManager
+
+    folder = options.include_path
+    if folder is not None and not Path(folder).is_dir():
+        raise UserError(f"--include-path {folder}: no such folder; give one with task files (*.yaml)")
+    # First the user's files alone: the harness has thousands, which take a minute to read.
+    manager = TaskManager(include_path=folder, include_defaults=folder is None)
+    if any(task not in manager.all_tasks for task in options.tasks):
+        manager = TaskManager(include_path=folder)
+    if unknown := [task for task in options.tasks if task not in manager.all_tasks]:
+        raise UserError(
+            f"--tasks: {unknown[0]} is not a task, group or tag of lm_eval {version}; `lm-eval ls tasks` lists them, "
+            "and --include-path DIR adds your own"
+        )
+    return manager
 
 
 def _select_numbers(measured: dict[str, Any]) -> dict[str, float]:
@@ -133,10 +141,11 @@ class TokenScorer:
         ).logits
         for index, (row, (_, continuation)) in enumerate(zip(rows, pairs, strict=True)):
             targets = torch.tensor(row[-len(continuation) :], device=device)
-            own = logits[index, len(row) - 1 - len(targets) : len(row) - 1]
-            chosen = torch.log_softmax(own.float() if own.dtype != torch.float64 else own, dim=-1)
-            value = chosen.gather(1, targets[:, None]).sum()
-            yield float(value), bool((own.argmax(-1) == targets).all())
+            # The logits at a position are about the next token: those of the continuation begin one before it.
+            predicted = logits[index, len(row) - 1 - len(targets) : len(row) - 1]
+            wide = predicted.float() if predicted.dtype != torch.float64 else predicted
+            log_likelihoods = torch.log_softmax(wide, dim=-1).gather(1, targets[:, None])
+            yield float(log_likelihoods.sum()), bool((predicted.argmax(-1) == targets).all())
 
 
 def _make_harness_model(loaded: LoadedModel, batch: int) -> Any:
@@ -189,15 +198,16 @@ def _make_harness_model(loaded: LoadedModel, batch: int) -> Any:
 
 
 def _generate_until(loaded: LoadedModel, length: int, prompt: str, settings: dict[str, Any]) -> str:
-    ends = settings.get("until") or []
-    ends = [ends] if isinstance(ends, str) else list(ends)
+    """Return the text after a prompt. length: tokens that the model reads at once. settings: those of the task."""
+    until = settings.get("until") or []
+    ends = [until] if isinstance(until, str) else list(until)
     temperature = float(settings.get("temperature") or 0.0) if settings.get("do_sample") else 0.0
-    tokens = min(int(settings.get("max_gen_toks") or _MOST_NEW_TOKENS), length - 1)
+    tokens = min(int(settings.get("max_gen_toks") or _MAX_NEW_TOKENS), length - 1)
     tokenizer = loaded.tokenizer
     (encoded,) = tokenizer.encode([prompt.encode()])
     room = length - tokens - len(tokenizer.begin)
     if len(encoded) > room:  # the end of a long prompt, as in the harness
         prompt = tokenizer.decode(encoded[len(encoded) - room :])
     (text,) = generate_texts(loaded, [prompt], GenerateOptions(tokens=tokens, temperature=temperature))
-    cuts = [place for end in ends if end and (place := text.find(end)) >= 0]
-    return text[: min(cuts)] if cuts else text
+    positions = [position for end in ends if end and (position := text.find(end)) >= 0]
+    return text[: min(positions)] if positions else text

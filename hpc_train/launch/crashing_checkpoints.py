@@ -19,7 +19,7 @@ from hpc_train.training.records.run_records import append_event
 from hpc_train.training.run_directory import RunDirectory
 
 _ENDED_LOADS = 2
-"""Starts that end while they load one checkpoint before it is passed over: the first may have been an accident."""
+"""Number of starts that must end while they load a checkpoint before it is passed over: one may be an accident."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,9 @@ def respond_to_failed_load(
     events: Sequence[Mapping[str, Any]],
     first_attempt: int,
 ) -> FailedLoad | None:
-    """Pass over the checkpoint that an attempt was loading if that has ended the ranks before; None if it loaded none.
+    """Pass over the checkpoint that an attempt was loading if its load has ended the ranks before.
+
+    Returns None if the attempt did not end in a load.
 
     events, first_attempt: see read_load_history. Damage in a checkpoint, lost nodes, hangs and a lack of memory are
     other faults, after which an older checkpoint would be no better.
@@ -51,12 +53,14 @@ def respond_to_failed_load(
     if step is None or fault.cause not in (Cause.EXCEPTION, Cause.KILLED):
         return None
     history = read_load_history(events, attempt, first_attempt)
+    # True if an earlier process was killed after it had recorded this very decision.
     recorded = any(event["event"] == PASSED_OVER and event["attempt"] == attempt for event in events)
     try:
         if others := sorted(history.passed_over - {step}):
             return _remove_marks(config, folder, attempt, step, others, recorded)
         if history.ended.count(step) + 1 < _ENDED_LOADS:
             return FailedLoad(step, may_load_again=True)
+        # Without another checkpoint the run would start from nothing, which is worse than to end.
         if any(other != step for other in list_unmarked_steps(folder)):
             return _pass_over(config, folder, attempt, step, fault, recorded)
     except (CheckpointError, UserError) as error:  # the mark cannot be written, or the step is gone

@@ -65,7 +65,7 @@ def submit_run(
 ) -> Submission:
     """Freeze one run and hand it to sbatch; returns at once. If sbatch refuses, nothing is left behind.
 
-    report: gets remarks. after: runs (directories or job ids) that must have ended well before this one starts.
+    report: gets remarks for the user. after: runs (directories or job ids) that must succeed before this one starts.
     dry_run: only check, and return the batch script. Raises UserError if the run is invalid or Slurm refuses it.
     """
     if config.launch.kind != "slurm":
@@ -107,6 +107,7 @@ def record_submission(folder: RunDirectory, request: JobRequest, jobs: Sequence[
 
 
 SUBMISSION_LOCK = ".lock"
+"""Name of the file in a run or sweep directory that is locked during a submission."""
 _FROZEN_FILES = frozenset({"job.json", "config.yaml", "plan.json", "schedule.csv"})
 
 
@@ -136,6 +137,7 @@ def transact_submission(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _roll_back_on_error(path: Path) -> Iterator[None]:
+    """On an exception inside, remove new entries of a directory and restore its frozen files."""
     names = {entry.name for entry in path.iterdir()}
     frozen = {name: read_text(path / name) for name in _FROZEN_FILES & names}
     try:
@@ -161,7 +163,7 @@ def _remove_entry(entry: Path) -> None:
 def lock_submissions(path: Path) -> Iterator[None]:
     """Lock this directory against other submissions. Raises UserError while another command submits from it.
 
-    On file systems without locks every command is admitted.
+    On file systems without locks no command is refused.
     """
     lock = path / SUBMISSION_LOCK
     try:
@@ -174,7 +176,7 @@ def lock_submissions(path: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            # While it is still held: after the close another command could hold the very file that is removed here.
+            # Before the close, which gives the lock up: another command could then hold the very file that is removed.
             lock.unlink(missing_ok=True)
     finally:
         os.close(descriptor)
@@ -190,7 +192,7 @@ def _take_lock(descriptor: int, lock: Path) -> bool:
     except (BlockingIOError, FileNotFoundError):
         return False
     except OSError:
-        return True
+        return True  # a file system without locks: see lock_submissions
 
 
 def refuse_unfinished_job(run: Path, ask: RunClient) -> None:
@@ -211,7 +213,7 @@ def refuse_unfinished_job(run: Path, ask: RunClient) -> None:
 def list_jobs_to_wait_for(runs: Sequence[str], ask: RunClient) -> list[str]:
     """Return the job ids of these runs (run directories, sweep directories, job ids), except those that are done.
 
-    Raises UserError for a run that has ended badly: what waits for it would never start.
+    Raises UserError for a run that has failed: a job that waits for its success would never start.
     """
     return [
         job for name in runs for job in (_wait_for_job(name, ask) if is_job_id(name) else _wait_for_runs(name, ask))
@@ -231,6 +233,7 @@ def _wait_for_job(job_id: str, ask: RunClient) -> list[str]:
 
 
 def _wait_for_runs(name: str, ask: RunClient) -> list[str]:
+    """Return the jobs of a run or sweep that are not done. Raises UserError if one has failed, or cannot be awaited."""
     jobs: list[str] = []
     points = find_points(name, ask)
     for facts in gather_facts(points, ask):
@@ -253,8 +256,8 @@ def _wait_for_runs(name: str, ask: RunClient) -> list[str]:
 def _merge_elements(jobs: Sequence[str], points: Sequence[RunPoint]) -> list[str]:
     """Replace the elements of a sweep by their whole arrays.
 
-    Elements stay where another one of their array has failed and was submitted again: that array will never have ended
-    well.
+    Elements stay where another one of their array has failed and was submitted again: that array as a whole will never
+    succeed.
     """
     sweeps = {point.sweep.path: point.sweep for point in points if point.sweep}
     superseded = {

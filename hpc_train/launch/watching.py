@@ -13,7 +13,7 @@ from typing import Any
 from hpc_train.launch.rank_stacks import StackRequest, describe_stacks, find_odd_task
 from hpc_train.launch.state.attempts import read_tail_text
 from hpc_train.regular_files import parse_json_object, read_json
-from hpc_train.resilience.deadlines import HangLimits, limits_from_settings, read_learned, write_learned
+from hpc_train.resilience.deadlines import HangLimits, make_hang_limits, read_learned, write_learned
 from hpc_train.resilience.heartbeat import Phase, remove_entries
 from hpc_train.resilience.incident import Incident, mark_hang, write_incident
 from hpc_train.resilience.restart import SAME_FAULTS, Cause
@@ -56,7 +56,7 @@ def read_watch_settings(logs: Path) -> WatchSettings | None:
         config = read_json(logs.parents[1] / "job.json")["config"]
         settings = config["resilience"]
         last_try = is_last_try(logs.parents[1])
-        limits = limits_from_settings(settings["hang"], bool(config["parallel"]["compile"]), last_try)
+        limits = make_hang_limits(settings["hang"], bool(config["parallel"]["compile"]), last_try)
         watch = WatchSettings(limits, bool(settings["act"]), settings["notice"], last_try)
         return watch if settings["watch"] else None
     except (OSError, ValueError, KeyError, TypeError):

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from hpc_train.cluster.hostlist import pluralise_level
-from hpc_train.placement.fabric import Fabric, find_tapered_levels, is_uniform
+from hpc_train.placement.fabric import Fabric, find_tapered_levels, is_uniform, pluralise_level
 from hpc_train.placement.mesh_groups import (
     CrossableGroups,
     find_crossable_groups,

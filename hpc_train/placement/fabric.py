@@ -213,3 +213,9 @@ def is_uniform(fabric: Fabric) -> bool:
     """Whether all orders of the nodes cost the same: one level, and all nodes alike."""
     node = fabric.levels[0]
     return len(fabric.levels) == 1 and bool((node.uplink == node.uplink[0]).all())
+
+
+def pluralise_level(level: str) -> str:
+    """Return the plural of a level's name, for headings and messages: leaf -> leaves."""
+    plurals = {"domain": "NVLink domains", "all": "no switch is known", "leaf": "leaves"}
+    return plurals.get(level, f"{level} switches" if level.startswith("level") else f"{level}s")

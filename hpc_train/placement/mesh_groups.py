@@ -119,6 +119,7 @@ class CrossableGroups:
     spread: NDArray[np.int64]
     """[rows]: number of nodes of each group."""
     copies: NDArray[np.int64]
+    """[rows]: number of groups that the row stands for."""
 
     @property
     def count(self) -> int:
@@ -128,7 +129,7 @@ class CrossableGroups:
     def count_straddling_by_order(self, fabric: Fabric, orders: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return [orders]: how many groups lie in several groups of the level. orders: [orders, positions]."""
         group = fabric.levels[self.level].group[orders]
-        # Not the first against the last: an order may leave a group and come back to it.
+        # All members are compared with the first, not only the last: an order may leave a group and come back to it.
         counts = [(part[self.rows] != part[self.rows[:, :1]]).any(axis=1) @ self.copies for part in group]
         return np.array(counts, np.int64)
 

@@ -210,45 +210,45 @@ def _match_groups(
 MAX_SWAPPED_NODES = 256
 """Maximum number of nodes for the local search; beyond it, whole cells are close enough to the best."""
 
-_TRIED = 48
-"""Number of exchanges that are costed at a time; the best one is made."""
-_NODES_MEASURED = 1 << 17
+_SWAPS_PER_ROUND = 48
+"""Number of random exchanges of which a round of the search makes the best one."""
+_MAX_COSTED_NODES = 1 << 17
 """Limit on orders times nodes that are costed in total, so that results do not depend on the machine's speed."""
-_IN_VAIN = 6
+_MAX_VAIN_ROUNDS = 6
 """Number of rounds without a better order after which the search stops."""
-_BETTER = 1 - 1e-9
-"""Factor by which an order must be cheaper: sums in another order are rounded differently."""
-_NEIGHBOURS = 1e-4
+_IMPROVEMENT = 1 - 1e-9
+"""Factor on the cost below which an order counts as better: sums in another order are rounded differently."""
+_NEIGHBOUR_WEIGHT = 1e-4
 """Weight of the cost next to busy neighbours; so small that it only breaks ties."""
 
 
 def improve_by_swaps(model: CostModel, order: NodeOrder, cells: Sequence[int], floor: float) -> NodeOrder:
     """Improve an order by local search; returns it unchanged if nothing better is found.
 
-    cells: sizes of blocks of positions to exchange besides single nodes; floor: seconds below which no order can come,
-    neighbours or not. Draws from a fixed seed.
+    cells: sizes of blocks of positions to exchange besides single nodes. floor: seconds that no order can be faster
+    than; a search that reaches them stops. The random numbers have a fixed seed.
     """
     random, best = np.random.default_rng(0), order
     seconds = float(_score_orders(model, best[None])[0])
-    in_vain = 0
-    for _ in range(_NODES_MEASURED // (_TRIED * len(order))):
-        # `seconds` has the small share of the neighbours in it, and the floor has not.
-        if in_vain == _IN_VAIN or seconds * _BETTER <= floor * (1 + _NEIGHBOURS):
+    vain_rounds = 0
+    for _ in range(_MAX_COSTED_NODES // (_SWAPS_PER_ROUND * len(order))):
+        # `seconds` includes the small share of busy neighbours, which the floor does not.
+        if vain_rounds == _MAX_VAIN_ROUNDS or seconds * _IMPROVEMENT <= floor * (1 + _NEIGHBOUR_WEIGHT):
             break
-        tried = np.stack([_exchange_blocks(best, random, cells) for _ in range(_TRIED)])
-        scores = _score_orders(model, tried)
+        swapped = np.stack([_exchange_blocks(best, random, cells) for _ in range(_SWAPS_PER_ROUND)])
+        scores = _score_orders(model, swapped)
         at = int(scores.argmin())
-        if scores[at] < seconds * _BETTER:
-            best, seconds, in_vain = tried[at], float(scores[at]), 0
+        if scores[at] < seconds * _IMPROVEMENT:
+            best, seconds, vain_rounds = swapped[at], float(scores[at]), 0
         else:
-            in_vain += 1
+            vain_rounds += 1
     return best
 
 
 def _score_orders(model: CostModel, orders: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return [orders]: seconds alone; ties are broken by the seconds next to busy neighbours."""
+    """Return [orders]: seconds of a step with the full uplinks; those next to busy neighbours break ties."""
     sums = model.compute_sums(orders)
-    return sums.seconds + _NEIGHBOURS * sums.busy_seconds
+    return sums.seconds + _NEIGHBOUR_WEIGHT * sums.busy_seconds
 
 
 def _exchange_blocks(order: NodeOrder, random: np.random.Generator, cells: Sequence[int]) -> NodeOrder:

@@ -9,8 +9,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hpc_train.cluster.hostlist import fold_names, pluralise_level
-from hpc_train.placement.fabric import Fabric
+from hpc_train.cluster.hostlist import fold_names
+from hpc_train.placement.fabric import Fabric, pluralise_level
 from hpc_train.placement.mesh_groups import format_axes
 from hpc_train.placement.node_locations import NodeLocations
 from hpc_train.placement.placement_result import Placement

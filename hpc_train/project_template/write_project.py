@@ -1,6 +1,6 @@
 """Write the small project of `hpc-train new`: what `project_template/` holds, under the user's name.
 
-The folder is written beside its place and renamed, so that it is there as a whole or not at all.
+The folder is written under a temporary name and then renamed, so that it is there as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from hpc_train.errors import UserError
 
 _PLACEHOLDER = "my_project"
-"""Name in the template's files that the user's takes the place of."""
+"""Name in the template's files that is replaced by the user's."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,17 @@ def write_project(folder: str) -> NewProject:
         raise UserError(f"{folder}: is there already; give another name, or move it away")
     if not target.parent.is_dir():
         raise UserError(f"{folder}: there is no folder {target.parent}; make it first")
-    beside = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
     try:
         for path, text in _list_template():
-            file = beside / path.replace(_PLACEHOLDER, name)
+            file = temporary / path.replace(_PLACEHOLDER, name)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text.replace(_PLACEHOLDER, name), encoding="utf-8")
         # mkdtemp makes a private folder; the project gets the permissions of any new folder.
-        beside.chmod(0o777 & ~_get_umask())
-        beside.rename(target)
+        temporary.chmod(0o777 & ~_get_umask())
+        temporary.rename(target)
     except OSError:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
     written = sorted(path for path in target.rglob("*") if path.is_file())
     return NewProject(target, written, f"--config-dir conf experiment={name}")
@@ -68,6 +68,7 @@ def _check_name(folder: str, name: str) -> None:
 
 
 def _get_umask() -> int:
+    """Return the umask of this process, which can only be read by setting it."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

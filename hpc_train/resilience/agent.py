@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.regular_files import parse_json_object
-from hpc_train.resilience.deadlines import limits_from_settings
+from hpc_train.resilience.deadlines import make_hang_limits
 from hpc_train.resilience.heartbeat import Phase, kill_ranks, read_beats, remove_entries, signal_ranks
 from hpc_train.resilience.incident import read_machine
 from hpc_train.resilience.notices import NoticeWatch
@@ -91,11 +91,11 @@ def run_agent(logs: Path, settings: dict[str, Any]) -> None:
     """Report on the ranks of this node until the supervisor ends this agent or dies.
 
     settings: the `resilience` part of a configuration; `learned`: seconds by phase, from earlier attempts; `compiles`
-    and `last_try`: see limits_from_settings.
+    and `last_try`: see make_hang_limits.
     """
     learned = {Phase[name]: float(seconds) for name, seconds in settings["learned"].items()}
     host, due = name_this_node(), 0.0
-    limits = limits_from_settings(settings["hang"], settings["compiles"], settings["last_try"])
+    limits = make_hang_limits(settings["hang"], settings["compiles"], settings["last_try"])
     watch = NodeWatch(logs, limits, learned=learned)
     notices, notice, overdue = NoticeWatch(**settings["notice"]), "", False
     while True:

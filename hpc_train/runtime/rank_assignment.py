@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 SearchPlacement = Callable[[RunConfig, Sequence[Sequence[ProcessInfo]]], Placement]
 """(config, the ProcessInfo of each node's ranks, nodes in the launcher's order) -> a better order of the nodes."""
-_ASKED = "the launcher's order, as launch.placement=launcher asks"
+_AS_CONFIGURED = "the launcher's order, as launch.placement=launcher asks"
 
 
 class NotPlacedError(Exception):
@@ -117,13 +117,14 @@ def decide_assignment(
         lines = str(error).splitlines()
         description = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
         return _keep_launchers_order(infos, processes, NotPlacedError(f"the search failed with {description}"), nodes)
-    return _assign_placed(nodes, placement) if placement else _assign_launchers_order(config, nodes)
+    return _assign_placed(nodes, placement) if placement else _assign_launchers_order(nodes)
 
 
 def group_by_node(infos: Sequence[ProcessInfo], processes: int) -> list[list[ProcessInfo]]:
     """Group processes by node, nodes in the launcher's order, each sorted by local rank.
 
-    Raises NotPlacedError if they contradict each other, or if nodes have different numbers of ranks.
+    processes: how many the job has. Raises NotPlacedError if the infos contradict each other, or if nodes have
+    different numbers of ranks.
     """
     if sorted(info.process for info in infos) != list(range(processes)):
         raise NotPlacedError(f"{len(infos)} of {processes} processes said where they are, or two said the same")
@@ -152,8 +153,9 @@ def _search_if_needed(
     if len(nodes) == 1 or config.launch.placement == "launcher":
         return None
     hosts = [members[0].host for members in nodes]
-    if twice := [host for host, count in Counter(hosts).items() if count > 1]:
-        raise NotPlacedError(f"the launcher counts {twice[0]} as {Counter(hosts)[twice[0]]} nodes")
+    for host, count in Counter(hosts).items():
+        if count > 1:
+            raise NotPlacedError(f"the launcher counts {host} as {count} nodes")
     placement = search(config, nodes)
     assert sorted(placement.nodes) == list(range(len(nodes))), "a placement that is not a permutation"
     assert placement.ranks_per_node == len(nodes[0]), "a placement of other nodes"
@@ -167,13 +169,14 @@ def _assign_placed(nodes: Sequence[Sequence[ProcessInfo]], placement: Placement)
     return replace(assignment, result=result)
 
 
-def _assign_launchers_order(config: RunConfig, nodes: Sequence[Sequence[ProcessInfo]]) -> RankAssignment:
+def _assign_launchers_order(nodes: Sequence[Sequence[ProcessInfo]]) -> RankAssignment:
+    """Take the launcher's order, where there is one node or the configuration asks for it."""
     if len(nodes) == 1:
         return _assign_whole_nodes(nodes, (0,), "one node: nothing to place")
     if _are_consecutive(nodes):
-        return _assign_whole_nodes(nodes, range(len(nodes)), _ASKED)
+        return _assign_whole_nodes(nodes, range(len(nodes)), _AS_CONFIGURED)
     infos = [info for members in nodes for info in members]
-    return _assign_as_launched(infos, len(infos), _ASKED)
+    return _assign_as_launched(infos, len(infos), _AS_CONFIGURED)
 
 
 def _keep_launchers_order(
@@ -182,6 +185,7 @@ def _keep_launchers_order(
     error: NotPlacedError,
     nodes: Sequence[Sequence[ProcessInfo]] | None = None,
 ) -> RankAssignment:
+    """Keep the launcher's order, with a warning that says why. nodes: None if they could not be told apart."""
     reason = f"the launcher's order, not placed: {error}"
     if nodes is not None and _are_consecutive(nodes):
         return replace(_assign_whole_nodes(nodes, range(len(nodes)), reason), warning=reason)
@@ -203,12 +207,10 @@ def _assign_whole_nodes(nodes: Sequence[Sequence[ProcessInfo]], order: Sequence[
     consecutive = _are_consecutive(nodes) and [members[0].node for members in nodes] == list(range(len(nodes)))
     first = nodes[order[0]][0]
     by_index = {members[0].node: [info.process for info in members] for members in nodes}
-    moved = (
-        "" if _are_consecutive(nodes) else "; ranks of one node made consecutive, which the launcher's order has not"
-    )
+    note = "" if _are_consecutive(nodes) else "; ranks of a node made consecutive, unlike in the launcher's order"
     return RankAssignment(
         world=sum(map(len, nodes)),
-        reason=reason + moved,
+        reason=reason + note,
         nodes=[nodes[index][0].node for index in order],
         ranks_per_node=len(nodes[0]),
         hosts=[members[0].host for members in sorted(nodes, key=lambda members: members[0].node)],
@@ -240,8 +242,8 @@ def search_placement(
     )
     if locations.problem is not None:
         raise NotPlacedError(locations.problem)
-    is_unknown = isinstance(config.model, (CustomModelConfig, HfModelConfig))
-    count = parameters() if parameters is not None and is_unknown else None
+    has_unknown_shape = isinstance(config.model, (CustomModelConfig, HfModelConfig))
+    count = parameters() if parameters is not None and has_unknown_shape else None
     return place_nodes(make_placement_job(config, locations, len(nodes[0]), count))
 
 

@@ -35,7 +35,7 @@ class ActionTimes:
     def time_action(self, action: Action) -> float:
         """Return the duration of one computation."""
         by_kind = {Kind.F: self.forward, Kind.I: self.inputs, Kind.W: self.weights}
-        return sum(by_kind[given.kind][given.stage] for given in action.results)
+        return sum(by_kind[result.kind][result.stage] for result in action.results)
 
 
 @dataclass(frozen=True)
@@ -107,23 +107,23 @@ class _Clock:
         self._order, self._times = order, times
         self._ended: dict[Action, float] = {}
 
-    def is_ready(self, step: OrderEntry) -> bool:
+    def is_ready(self, entry: OrderEntry) -> bool:
         """Return whether all inputs of an entry have been computed; halves of an overlap may feed each other."""
-        own = {given for action in list_actions(step) for given in action.results}
-        needs = {needed for action in list_actions(step) for needed in action.list_inputs(self._order.stages)}
+        own = {result for action in list_actions(entry) for result in action.results}
+        needs = {needed for action in list_actions(entry) for needed in action.list_inputs(self._order.stages)}
         return all(needed in self._ended for needed in needs - own)
 
-    def run_entry(self, rank: int, step: OrderEntry) -> None:
+    def run_entry(self, rank: int, entry: OrderEntry) -> None:
         """Run an entry on a rank at the earliest possible time."""
-        for action in list_actions(step):
+        for action in list_actions(entry):
             free = self.spans[rank][-1].end if self.spans[rank] else 0.0
             start = max(
                 [free, *(self._find_arrival(rank, needed) for needed in action.list_inputs(self._order.stages))]
             )
             self.spans[rank].append(ActionSpan(action, start, start + self._times.time_action(action)))
         # All results of the entry are sent when its last action ends.
-        for given in (given for action in list_actions(step) for given in action.results):
-            self._ended[given] = self.spans[rank][-1].end
+        for result in (result for action in list_actions(entry) for result in action.results):
+            self._ended[result] = self.spans[rank][-1].end
 
     def _find_arrival(self, rank: int, needed: Action) -> float:
         """Return when a result arrives at a rank; 0 for the result of the other half of the same overlap."""
@@ -134,7 +134,7 @@ class _Clock:
 def _count_live(row: tuple[OrderEntry, ...]) -> int:
     """Return the largest number of activations of a row: forwards without their W or B yet."""
     live = peak = 0
-    for kind in (action.kind for step in row for action in list_actions(step)):
+    for kind in (action.kind for entry in row for action in list_actions(entry)):
         live += (kind is Kind.F) - (kind in (Kind.W, Kind.B))
         peak = max(peak, live)
     return peak

@@ -1,7 +1,8 @@
 """Compute which keys the ranks of ring attention see: the blocks of each rank, and the messages that a window saves.
 
-A sequence of T positions is cut into chunks: one per rank, or in balanced order two, of which rank r has chunks r and 2
-cp - 1 - r. This is known before the first message, so ranks exchange only keys that some query sees.
+A sequence is cut into chunks: one for each rank, or in balanced order two, of which rank r has chunks r and
+2 cp - 1 - r. A window of w lets a query see its own position and the w - 1 before it. This is known before the first
+message, so ranks exchange only keys that some query sees.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ class ChunkPair:
     query: int
     """Index of the chunk among the rank's own: 0 or 1."""
     key: int
+    """Index of the chunk among the other rank's own."""
     back: int
     """Positions from the first key to the first query."""
 
@@ -40,21 +42,24 @@ class RingLayout:
         return (rank, 2 * self.ranks - 1 - rank) if self.balanced else (rank,)
 
     def list_pairs(self, rank: int, source: int, window: int | None) -> tuple[ChunkPair, ...]:
-        """List the pairs of chunks in which a causal query of `rank` sees a key of `source`."""
+        """List the pairs of chunks in which a causal query of `rank` sees a key of `source`.
+
+        window: positions that a query sees; None: all up to its own.
+        """
         pairs = []
         for i, query in enumerate(self.list_chunks(rank)):
             for j, key in enumerate(self.list_chunks(source)):
                 back = (query - key) * self.chunk
-                nearest = max(0, back - self.chunk + 1)  # of the first query and the last key
+                nearest = max(0, back - self.chunk + 1)  # distance of the first query from the last key
                 if key <= query and (window is None or nearest < window):
                     pairs.append(ChunkPair(i, j, back))
         return tuple(pairs)
 
     def list_shifts(self, window: int) -> tuple[int, ...]:
-        """List the distances d at which some rank r sees keys of rank r - d, but 0: the messages of a pass."""
-        every = range(self.ranks)
+        """List the distances d > 0 at which some rank r sees keys of rank r - d: the messages of a pass."""
+        ranks = range(self.ranks)
         return tuple(
-            shift for shift in every[1:] if any(self.list_pairs(r, (r - shift) % self.ranks, window) for r in every)
+            shift for shift in ranks[1:] if any(self.list_pairs(r, (r - shift) % self.ranks, window) for r in ranks)
         )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.bench.gpu.gpu import PARTS, GpuBenchOptions, read_part, run_in_process, run_parts, write_result
+from hpc_train.bench.gpu.gpu import PARTS, GpuBenchOptions, parse_part_output, run_in_process, run_parts, write_result
 from hpc_train.bench.gpu.gpu_table import PUBLISHED, PartResult, Row, compute_published_mfu, format_markdown
 from hpc_train.bench.gpu.parts import TOLERANCES, measure_part
 from hpc_train.bench.gpu.sides import find_peak
@@ -59,9 +59,9 @@ def test_both_sides_of_the_speed_train_the_same(parts: dict[str, dict[str, Row]]
 def test_what_fails_costs_its_own_rows_only(tmp_path: Path) -> None:
     def run(name: str, seconds: float) -> PartResult:
         if name == "parity":
-            return read_part(name, -11, "", "", 1.0)
+            return parse_part_output(name, -11, "", "", 1.0)
         if name == "memory":
-            return read_part(name, 1, "", "a traceback\nRuntimeError: CUDA error: out of | memory\n", 1.0)
+            return parse_part_output(name, 1, "", "a traceback\nRuntimeError: CUDA error: out of | memory\n", 1.0)
         return PartResult(name, 1.0, (Row("a figure", 0.5, "share"),))
 
     out = str(tmp_path / "table")
@@ -76,7 +76,7 @@ def test_what_fails_costs_its_own_rows_only(tmp_path: Path) -> None:
 
 def test_a_part_that_takes_too_long_is_ended() -> None:
     found = run_in_process("waits", GpuBenchOptions(device="cpu", quick=True), 0.2)
-    assert found.failed == "ended after 0 s: its time was up"
+    assert found.failed == "killed after 0 s: its time was up"
 
 
 def test_parts_after_the_time_are_not_begun(tmp_path: Path) -> None:

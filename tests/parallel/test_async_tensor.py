@@ -299,7 +299,7 @@ SYMMETRIC = ("model=llama_tiny", "parallel.tp=2", "parallel.tensor.symmetric=tru
         ((*SYMMETRIC, "parallel.tp=1", "parallel.tensor.asynchronous=false"), "has no effect with parallel.tp=1"),
         (
             (*SYMMETRIC, "cluster=dgx_h200", "parallel.tp=16", "model.heads=16", "model.kv_heads=16"),
-            "parallel.tp=16 ranks are in no NVLink domain of 8 GPUs",
+            "parallel.tp=16 ranks do not fit into an NVLink domain of 8 GPUs",
         ),
     ],
 )

@@ -17,7 +17,7 @@ from hpc_train.launch.watching import HangResponse, WatchSettings, is_last_try
 from hpc_train.resilience.deadlines import (
     Deadlines,
     HangLimits,
-    limits_from_settings,
+    make_hang_limits,
     merge_learned,
     read_learned,
     write_learned,
@@ -386,7 +386,7 @@ def test_what_an_attempt_has_learned_is_known_to_the_next(tmp_path: Path) -> Non
 def test_a_first_step_that_compiles_may_take_longer_on_another_node() -> None:
     hang = {f"{name}_seconds": 900.0 for name in ("first_step", "start", "load", "save")}
     for compiles, seconds in ((True, 60), (False, 20)):
-        limits = limits_from_settings({**hang, "factor": 5.0, "step_seconds": 10.0}, compiles)
+        limits = make_hang_limits({**hang, "factor": 5.0, "step_seconds": 10.0}, compiles)
         assert Deadlines(limits, {Phase.FIRST_STEP: 0.1}).seconds(Phase.FIRST_STEP) == seconds
         assert Deadlines(limits, {Phase.FIRST_STEP: 40.0}).seconds(Phase.FIRST_STEP) == 200
 
@@ -395,7 +395,7 @@ def test_the_last_attempt_before_a_run_is_given_up_is_more_patient(tmp_path: Pat
     hang = {f"{name}_seconds": 900.0 for name in ("first_step", "start", "load", "save")}
     earlier = {Phase.STEP: 4.0, Phase.DATA: 0.1}
     for last_try, step, data in ((False, 20, 10), (True, 180, 90)):
-        limits = limits_from_settings({**hang, "factor": 5.0, "step_seconds": 10.0}, False, last_try)
+        limits = make_hang_limits({**hang, "factor": 5.0, "step_seconds": 10.0}, False, last_try)
         deadlines = Deadlines(limits, earlier)
         assert [deadlines.seconds(phase) for phase in (Phase.STEP, Phase.DATA, Phase.SAVE)] == [step, data, 900]
 

@@ -20,8 +20,8 @@ from hpc_train.errors import EXIT_DONE, UserError
 
 PARTS = ("waits", "parity", "memory", "llama_1b", "blocks_8b", "offload", "checkpoint", "eager")
 """In the order in which they run: what is quick and what matters most comes first."""
-_LEAST_SECONDS = 20.0
-"""A part is not begun with less time than this."""
+_MIN_SECONDS = 20.0
+"""A part starts only if at least this much time is left."""
 
 
 @dataclass(frozen=True)
@@ -82,16 +82,19 @@ def run_parts(
     run: Callable[[str, float], PartResult],
     write: Callable[[GpuResult, str], None],
 ) -> GpuResult:
-    """Run the parts one after another until time is up. run: gets a part's name and its seconds. write: after each."""
-    begun, done = time.monotonic(), list[PartResult]()
+    """Run the parts one after another until time is up.
+
+    run: runs the part of a name within a number of seconds. write: gets the result so far after each part.
+    """
+    start, results = time.monotonic(), list[PartResult]()
     for name in options.parts:
-        left = options.minutes * 60 - (time.monotonic() - begun)
-        if left < min(_LEAST_SECONDS, options.minutes * 60):
-            done.append(PartResult(name, 0.0, failed=f"not begun: the {options.minutes:g} minutes are up"))
+        seconds_left = options.minutes * 60 - (time.monotonic() - start)
+        if seconds_left < min(_MIN_SECONDS, options.minutes * 60):
+            results.append(PartResult(name, 0.0, failed=f"not begun: the {options.minutes:g} minutes are up"))
         else:
             print(f"bench gpu: {name}", file=sys.stderr, flush=True)
-            done.append(run(name, left))
-        result = GpuResult(describe_device(options.device), describe_software(), _now(), options.quick, tuple(done))
+            results.append(run(name, seconds_left))
+        result = GpuResult(describe_device(options.device), describe_software(), _now(), options.quick, tuple(results))
         write(result, options.out)
     return result
 
@@ -101,18 +104,18 @@ def _now() -> str:
 
 
 def run_in_process(name: str, options: GpuBenchOptions, seconds: float) -> PartResult:
-    """Run a part in a process of its own; what goes wrong there is the reason in its result."""
+    """Run a part in a process of its own. An error there does not raise: the result says why the part failed."""
     words = ["bench", "gpu", "--part", name, "--device", options.device, "--inside"]
     command = [sys.executable, "-m", "hpc_train", *words, *(["--quick"] if options.quick else [])]
-    begun = time.monotonic()
+    start = time.monotonic()
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
     except subprocess.TimeoutExpired:
-        return PartResult(name, time.monotonic() - begun, failed=f"ended after {seconds:.0f} s: its time was up")
-    return read_part(name, done.returncode, done.stdout, done.stderr, time.monotonic() - begun)
+        return PartResult(name, time.monotonic() - start, failed=f"killed after {seconds:.0f} s: its time was up")
+    return parse_part_output(name, done.returncode, done.stdout, done.stderr, time.monotonic() - start)
 
 
-def read_part(name: str, code: int, out: str, error: str, seconds: float) -> PartResult:
+def parse_part_output(name: str, code: int, out: str, error: str, seconds: float) -> PartResult:
     """Make the result of a part from what its process printed."""
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     if code == EXIT_DONE:
@@ -121,12 +124,12 @@ def read_part(name: str, code: int, out: str, error: str, seconds: float) -> Par
             return PartResult(name, seconds, tuple(Row(**row) for row in content["rows"]), content["failed"])
         except (ValueError, IndexError, KeyError, TypeError):
             lines.append("printed no result")
-    how = f"signal {-code}" if code < 0 else f"exit code {code}"
-    return PartResult(name, seconds, failed=f"{lines[-1] if lines else 'said nothing'} ({how})")
+    ending = f"signal {-code}" if code < 0 else f"exit code {code}"
+    return PartResult(name, seconds, failed=f"{lines[-1] if lines else 'said nothing'} ({ending})")
 
 
 def describe_device(device: str) -> str:
-    """Return the name of the device."""
+    """Return the name of the device, with the memory of a GPU or the threads of a CPU."""
     import torch
 
     if device == "cpu":

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,53 +30,55 @@ from hpc_train.models.huggingface_family import find_model_family
 from hpc_train.models.registry import build_model
 
 
+@dataclass(frozen=True)
+class _ConfigFormat:
+    """How the config.json of one family of models is written and read."""
+
+    encode: Callable[..., Json]
+    """Of our model config."""
+    parse: Callable[..., ModelConfig]
+    """Of (content of config.json, name of the model)."""
+
+
+_FORMATS = {
+    "llama": _ConfigFormat(dense.encode_llama, dense.parse_llama),
+    "mistral": _ConfigFormat(dense.encode_mistral, dense.parse_mistral),
+    "ministral": _ConfigFormat(dense.encode_ministral, dense.parse_ministral),
+    "gpt2": _ConfigFormat(dense.encode_gpt2, dense.parse_gpt2),
+    "vit": _ConfigFormat(dense.encode_vit, dense.parse_vit),
+    "gemma2": _ConfigFormat(gemma.encode_gemma2, gemma.parse_gemma2),
+    "gemma3_text": _ConfigFormat(gemma.encode_gemma3, gemma.parse_gemma3),
+    "olmo2": _ConfigFormat(olmo.encode_olmo2, olmo.parse_olmo2),
+    "olmo3": _ConfigFormat(olmo.encode_olmo3, olmo.parse_olmo3),
+    "mixtral": _ConfigFormat(experts.encode_mixtral, experts.parse_mixtral),
+    "qwen3_moe": _ConfigFormat(
+        partial(experts.encode_many_experts, architecture="Qwen3MoeForCausalLM"), experts.parse_qwen3_moe
+    ),
+    "olmoe": _ConfigFormat(partial(experts.encode_many_experts, architecture="OlmoeForCausalLM"), experts.parse_olmoe),
+    "deepseek_v3": _ConfigFormat(experts.encode_deepseek_v3, experts.parse_deepseek_v3),
+}
+"""By model_type of config.json."""
+
+
 def encode_hf_config(config: ModelConfig, dtype: str) -> Json:
-    """Return the content of config.json. Raises UserError for a model of any other family."""
-    kind = find_model_family(config)
-    makers: dict[str, Any] = {
-        "llama": dense.encode_llama,
-        "mistral": dense.encode_mistral,
-        "ministral": dense.encode_ministral,
-        "gpt2": dense.encode_gpt2,
-        "vit": dense.encode_vit,
-        "gemma2": gemma.encode_gemma2,
-        "gemma3_text": gemma.encode_gemma3,
-        "olmo2": olmo.encode_olmo2,
-        "olmo3": olmo.encode_olmo3,
-        "mixtral": experts.encode_mixtral,
-        "qwen3_moe": partial(experts.encode_many_experts, architecture="Qwen3MoeForCausalLM"),
-        "olmoe": partial(experts.encode_many_experts, architecture="OlmoeForCausalLM"),
-        "deepseek_v3": experts.encode_deepseek_v3,
-    }
-    made: Json = makers[kind](config)
-    return {**made, "model_type": kind, "torch_dtype": dtype}
+    """Return the content of config.json for weights of a dtype. Raises UserError for a model of any other family."""
+    model_type = find_model_family(config)
+    content = _FORMATS[model_type].encode(config)
+    return {**content, "model_type": model_type, "torch_dtype": dtype}
 
 
 def parse_hf_config(body: Mapping[str, Any], name: str) -> ModelConfig:
-    """Return the model that a config.json describes. Raises UserError if our models cannot compute it."""
-    readers: dict[Any, Any] = {
-        "llama": dense.parse_llama,
-        "mistral": dense.parse_mistral,
-        "ministral": dense.parse_ministral,
-        "gpt2": dense.parse_gpt2,
-        "vit": dense.parse_vit,
-        "gemma2": gemma.parse_gemma2,
-        "gemma3_text": gemma.parse_gemma3,
-        "olmo2": olmo.parse_olmo2,
-        "olmo3": olmo.parse_olmo3,
-        "mixtral": experts.parse_mixtral,
-        "qwen3_moe": experts.parse_qwen3_moe,
-        "olmoe": experts.parse_olmoe,
-        "deepseek_v3": experts.parse_deepseek_v3,
-    }
-    kind = body.get("model_type") if isinstance(body, Mapping) else None
-    if not isinstance(kind, str) or kind not in readers:
-        raise UserError(f"config.json: model_type {kind!r} is not one of {', '.join(readers)}, which are those we have")
+    """Return the model that a config.json describes. Raises UserError if our models cannot compute it.
+
+    body: content of the file, which may be anything. name: of the new model.
+    """
+    model_type = body.get("model_type") if isinstance(body, Mapping) else None
+    if not isinstance(model_type, str) or model_type not in _FORMATS:
+        raise UserError(f"config.json: model_type {model_type!r} is not supported; supported are {', '.join(_FORMATS)}")
     try:
-        config: ModelConfig = readers[kind](body, name)
+        return _FORMATS[model_type].parse(body, name)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise UserError(f"config.json: {type(error).__name__} {error}: is it of a {kind} model?") from error
-    return config
+        raise UserError(f"config.json: {type(error).__name__} {error}: is it of a {model_type} model?") from error
 
 
 def load_run_config(file: Path, base: str | None = None) -> RunConfig:
@@ -93,9 +96,9 @@ def load_run_config(file: Path, base: str | None = None) -> RunConfig:
 
 
 def load_model_config(file: Path, base: str | None = None) -> RunConfig:
-    """Load the config.yaml of a run whose model is about to be built. See load_run_config.
+    """Load the config.yaml of a run whose model is about to be built; as load_run_config, which checks no folder.
 
-    Raises UserError, with what to do, if the folder of a model of transformers has moved.
+    Also raises UserError, with what to do, if the folder of a model of transformers has moved.
     """
     config = load_run_config(file, base)
     model = config.model
@@ -113,9 +116,9 @@ def _move_base(config: RunConfig, base: str) -> RunConfig:
     """Let the model, and a tokenizer from the same folder, be read from `base`."""
     if not isinstance(config.model, HfModelConfig):
         raise UserError(f"--base: model={config.model.name} is not read from a folder of transformers; leave it out")
-    plain, before = config_to_dict(config), config.model.path
+    plain, old_path = config_to_dict(config), config.model.path
     plain["model"]["path"] = str(Path(base).expanduser().absolute())
-    if plain["data"].get("tokenizer") == before:
+    if plain["data"].get("tokenizer") == old_path:
         plain["data"]["tokenizer"] = plain["model"]["path"]
     return config_from_dict(plain)
 
@@ -128,10 +131,8 @@ def check_tensors_fit_model(tensors: Iterable[SavedTensor], config: ModelConfig,
     if isinstance(config, CustomModelConfig):
         return
     given, expected = {tensor.name: tensor.shape for tensor in tensors}, _list_model_shapes(config)
-    unknown, missing = (
-        [name for name in given if name not in expected],
-        [name for name in expected if name not in given],
-    )
+    unknown = [name for name in given if name not in expected]
+    missing = [name for name in expected if name not in given]
     if unknown:
         raise UserError(f"{where}: the tensor {unknown[0]!r} is not one of model={config.name}; name another model")
     if missing:
@@ -144,6 +145,7 @@ def check_tensors_fit_model(tensors: Iterable[SavedTensor], config: ModelConfig,
 
 
 def _list_model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each weight, by name, from a model on the meta device, which has no data."""
     try:
         with torch.device("meta"):
             model = build_model(config)

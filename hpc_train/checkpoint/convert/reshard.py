@@ -13,7 +13,8 @@ from hpc_train.checkpoint.storage.step_directory import mark_bad, read_bad_mark
 from hpc_train.checkpoint.storage.step_selection import CheckpointTarget, OpenStep
 from hpc_train.errors import UserError
 
-_STEP_NAMES = re.compile(r"step-[0-9]+|\.?lock.*")
+_RESHARDED_NAMES = re.compile(r"step-[0-9]+|\.?lock.*")
+"""Names in a directory that earlier calls have written: steps, and their locks."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ def _check_output(out: Path, directory: Path) -> None:
     if out.exists() and not out.is_dir():
         raise UserError(f"{out}: is a file; choose a new or an empty directory")
     names = sorted(entry.name for entry in out.iterdir()) if out.is_dir() else []
-    strange = [name for name in names if not _STEP_NAMES.fullmatch(name)]
-    if strange:
-        raise UserError(f"{out}: holds {strange[0]}; choose a new or an empty directory, or one of resharded steps")
+    others = [name for name in names if not _RESHARDED_NAMES.fullmatch(name)]
+    if others:
+        raise UserError(f"{out}: holds {others[0]}; choose a new or an empty directory, or one of resharded steps")
     if names and any((place.parent / name).exists() for name in ("job.json", "config.yaml")):
         raise UserError(f"{out}: holds the checkpoints of a run; choose a new or an empty directory")

@@ -48,7 +48,9 @@ _NUMPY = {
     "float8_e4m3fnuz": "u1",
     "float8_e5m2fnuz": "u1",
 }
+"""Types of NumPy that have the bits of torch's dtypes."""
 _OTHER_SIZES = {"bfloat16": 2, "float8_e5m2": 1}
+"""Bytes per element of dtypes that NumPy lacks and HDF5 can describe (see make_hdf5_type)."""
 
 
 @cache
@@ -168,19 +170,19 @@ def dataset_name(tensor: str, number: int) -> str:
 
 
 def count_earlier_occurrences(tensors: Iterable[str]) -> list[int]:
-    """Return for every name how often it occurs before."""
-    seen: dict[str, int] = {}
+    """Return, for each name, how many times it has occurred earlier in the sequence."""
+    occurrences: dict[str, int] = {}
     counts = []
     for name in tensors:
-        counts.append(seen.get(name, 0))
-        seen[name] = counts[-1] + 1
+        counts.append(occurrences.get(name, 0))
+        occurrences[name] = counts[-1] + 1
     return counts
 
 
 def make_image(rows: Sequence[DatasetRow]) -> ShardImage:
     """Make the image of a shard file with these rows.
 
-    Raises CheckpointError for a dtype that HDF5 does not have, OSError if there is no room for a small file.
+    Raises CheckpointError for a dtype that HDF5 does not have, OSError if memory for a small file cannot be had.
     """
     with make_anonymous_file(partial(_lay_out, rows)) as (places, content):
         data = sorted((place, place + row.bytes) for row, place in zip(rows, places, strict=True) if row.bytes)
@@ -200,7 +202,7 @@ def make_anonymous_file(fill: Callable[[Path], T]) -> Iterator[tuple[T, BinaryIO
         try:
             result = fill(Path(f"/proc/self/fd/{descriptor}"))
         except RuntimeError as error:  # h5py raises it for an error of the operating system while it closes a file
-            # It hides the cause. If that was a limit on file sizes, this raises the OSError that says so.
+            # h5py's error hides the cause. If that was a limit on file sizes, this raises the OSError that says so.
             os.ftruncate(descriptor, 1 << 50)
             raise CheckpointError(format_error(error)) from error
         yield result, content
@@ -224,6 +226,7 @@ def open_hdf5(path: Path, mode: str, threshold: int = ALIGNMENT, interval: int =
 
 
 def _lay_out(rows: Sequence[DatasetRow], path: Path) -> list[int]:
+    """Create a dataset for each row; returns the bytes at which their data begins."""
     named = zip(name_datasets(row.name for row in rows), rows, strict=True)
     with open_hdf5(path, "w") as file:
         writer = DatasetWriter(file)
@@ -292,11 +295,11 @@ def find_gaps(file: BinaryIO, data: list[tuple[int, int]], size: int) -> list[tu
 
     data: (begin, end) of each tensor, sorted. size: bytes of the file.
     """
-    gaps, at = [], 0
+    gaps, previous_end = [], 0
     for begin, end in [*data, (size, size)]:
-        assert begin >= at, "HDF5 gave two datasets the same bytes"
-        if begin > at:
-            file.seek(at)
-            gaps.append((at, file.read(begin - at)))
-        at = end
+        assert begin >= previous_end, "HDF5 gave two datasets the same bytes"
+        if begin > previous_end:
+            file.seek(previous_end)
+            gaps.append((previous_end, file.read(begin - previous_end)))
+        previous_end = end
     return gaps

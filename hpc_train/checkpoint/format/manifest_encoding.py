@@ -62,11 +62,12 @@ def decode_layout(body: dict[str, Any], files: int, budget: DecodeBudget) -> Ste
 
 def encode_columns(step_layout: StepLayout) -> dict[str, bytes]:
     """Encode a step layout with each value as JSON text, for Manifest.to_bytes."""
-    how: dict[str, Any] = {"sort_keys": True, "separators": (",", ":")}
-    return {key: json.dumps(value, **how).encode() for key, value in encode_layout(step_layout).items()}
+    canonical: dict[str, Any] = {"sort_keys": True, "separators": (",", ":")}
+    return {key: json.dumps(value, **canonical).encode() for key, value in encode_layout(step_layout).items()}
 
 
 def _parse_names(names: Any) -> tuple[str, ...]:
+    # A set of types, not a loop: a manifest may have 100,000 names.
     if not set(map(type, _parse_list(names))) <= {str}:
         raise TypeError("a name that is not text")
     "".join(names).encode()  # raises ValueError for invalid text, such as half of a surrogate pair
@@ -96,8 +97,9 @@ def _parse_list(value: Any) -> list[Any]:
     return value
 
 
-def _parse_layout(body: dict[str, Any], tensors: int, number: int, budget: DecodeBudget) -> SharedLayout:
-    files = _parse_indices(body["files"], number, None, budget)
+def _parse_layout(body: dict[str, Any], tensors: int, step_files: int, budget: DecodeBudget) -> SharedLayout:
+    """Decode one layout of a step that has `tensors` tensors and `step_files` files."""
+    files = _parse_indices(body["files"], step_files, None, budget)
     places = budget.decode_column(body["places"], LARGEST_INTEGER)
     cuts = tuple(_parse_cut(cut, len(files), budget) for cut in _parse_list(body["cuts"]["are"]))
     of_tensor = _parse_indices(body["tensors"], tensors, len(places), budget)
@@ -113,14 +115,14 @@ def _parse_enclosing(body: Any) -> EnclosingDataset:
     return EnclosingDataset(parse_sizes([number])[0], parse_sizes(shape), parse_sizes(start))
 
 
-def _parse_indices(code: Any, among: int, number: int | None, budget: DecodeBudget) -> Integers:
-    """Decode a column of indices below `among`. number: their number; None: any number, but none twice."""
-    indices = budget.decode_column(code, among if number is None else number)
-    if number is not None and len(indices) != number:
+def _parse_indices(code: Any, bound: int, count: int | None, budget: DecodeBudget) -> Integers:
+    """Decode a column of `count` indices below `bound`. None: any count, but none of them twice."""
+    indices = budget.decode_column(code, bound if count is None else count)
+    if count is not None and len(indices) != count:
         raise ValueError("columns that do not fit each other")
-    if len(indices) and not 0 <= indices.min() <= indices.max() < among:
+    if len(indices) and not 0 <= indices.min() <= indices.max() < bound:
         raise ValueError("a column that counts entries that do not exist")
-    if number is None and len(np.unique(indices)) < len(indices):
+    if count is None and len(np.unique(indices)) < len(indices):
         raise ValueError("the same file twice in a layout")
     return indices
 
@@ -129,10 +131,11 @@ def _encode_cut(cut: RowCut) -> Any:
     return [cut.shape, [encode_integers(column.tolist()) for column in cut.offsets.T]]
 
 
-def _parse_cut(body: Any, members: int, budget: DecodeBudget) -> RowCut:
+def _parse_cut(body: Any, files: int, budget: DecodeBudget) -> RowCut:
+    """Decode a cut into one part for each of `files` files: a shape, and a column of offsets for each dimension."""
     shape, codes = _parse_list(body)
-    columns = [budget.decode_column(code, members) for code in _parse_list(codes)]
-    if len(columns) != len(_parse_list(shape)) or any(len(column) != members for column in columns):
+    columns = [budget.decode_column(code, files) for code in _parse_list(codes)]
+    if len(columns) != len(_parse_list(shape)) or any(len(column) != files for column in columns):
         raise ValueError("offsets of another number of files")
-    offsets = np.stack(columns, axis=1) if columns else np.empty((members, 0), dtype=np.int64)
+    offsets = np.stack(columns, axis=1) if columns else np.empty((files, 0), dtype=np.int64)
     return RowCut(parse_sizes(shape), offsets)

@@ -29,7 +29,7 @@ from hpc_train.regular_files import sync_directory
 def prepare_directory(
     path: Path, needs: list[int], storage: CheckpointDirectory, lock: Lock | None = None
 ) -> tuple[str, WritePolicy]:
-    """Make the temporary directory of a step and its folders on rank 0; returns (its token, write policy).
+    """Make the temporary directory of a step and its folders on rank 0; returns (token in its name, write policy).
 
     needs: bytes of every file. Raises CheckpointError, and makes nothing, if there is no room for them.
     """
@@ -70,9 +70,9 @@ def commit_step(
     sync_directory(temporary)
     if lock is not None:
         lock.check()  # as late as possible: a new owner of the lock may have committed this very step
-    # lexists: also for a dangling link
-    replaced = uncommitted_path(path, "old", make_token()) if os.path.lexists(path) else None
     # An existing step is renamed first and removed only after the commit: rename cannot replace a directory with files.
+    # lexists, so that a dangling link is moved away, too.
+    replaced = uncommitted_path(path, "old", make_token()) if os.path.lexists(path) else None
     inode = _read_inode(temporary)
     try:
         if replaced:

@@ -76,9 +76,9 @@ def _import_numpy() -> None:
 
 def _add_ls(commands: CommandGroup) -> None:
     def run(arguments: argparse.Namespace) -> int:
-        from hpc_train.cli.checkpoint.list_steps import ls_command
+        from hpc_train.cli.checkpoint.list_steps import print_steps
 
-        return ls_command(arguments.dir, arguments.verify, arguments.json)
+        return print_steps(arguments.dir, arguments.verify, arguments.json)
 
     summary = "list checkpoint steps in order of commit, and leftovers of unfinished saves"
     command = _add_command(commands, "ls", summary, run, ("dir", _WHERE))

@@ -27,7 +27,7 @@ from hpc_train.checkpoint.storage.step_selection import (
 from hpc_train.cli.output import print_json, print_table
 from hpc_train.units import format_bytes
 
-_KINDS = {"tmp": "unfinished", "trash": "being deleted", "old": "replaced"}
+_LEFTOVER_STATES = {"tmp": "unfinished", "trash": "being deleted", "old": "replaced"}
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,12 @@ class ListedStep:
     weights_only: bool | None = None
     """None where the manifest cannot be read."""
     bad: str | None = None
-    """Why checkpoint.resume=auto passes it over, though it may be sound."""
+    """Why checkpoint.resume=auto passes the step over, though it may be sound; None if it does not."""
     shared: int = 0
-    """The part of `bytes` in files that earlier steps have written."""
+    """Bytes, among those of `bytes`, in files that earlier steps have written."""
     saved_at: float | None = None
-    """Seconds since the epoch by the clock of the node that saved it: for people, the order is that of the commits."""
+    """Seconds since the epoch by the clock of the node that saved it, for people to read: clocks differ, so the list is
+    ordered by commits instead."""
     attempt: int | None = None
     """Attempt of the run that saved the step."""
 
@@ -58,8 +59,8 @@ class ListedStep:
         return dict(vars(self))
 
 
-def ls_command(where: str, with_verify: bool, json: bool) -> int:
-    """Print the steps in order of commit, then leftovers; returns 0."""
+def print_steps(where: str, with_verify: bool, json: bool) -> int:
+    """Print the steps in order of commit, then leftovers; returns 0. with_verify: read and check every byte."""
     listed = list_entries(find_target(where), with_verify)
     if json:
         print_json([entry.to_json() for entry in listed])
@@ -97,17 +98,24 @@ def sum_file_sizes(path: Path) -> int:
 
 
 def _list_committed(directory: Path, path: Path, step: int, with_verify: bool) -> ListedStep:
-    manifest = try_read_manifest(path, step)
     verified = _is_sound(directory, step) if with_verify else None
-    states = {None: "committed", True: "sound", False: "damaged"}
-    state = states[verified] if manifest is not None else "damaged"
-    holds = holds_weights_only(manifest.extra) if manifest is not None else None
-    count = manifest.size if manifest is not None else sum_file_sizes(path)
-    shared = manifest.shared if manifest is not None else 0
-    times, origin = (manifest.times, manifest.origin) if manifest is not None else (None, None)
-    provenance = (times.at if times is not None else None, origin.attempt if origin is not None else None)
+    manifest = try_read_manifest(path, step)
+    if manifest is None:
+        bad = explain_bad_step(path, None)
+        return ListedStep(step, True, verified, sum_file_sizes(path), str(path), "damaged", bad=bad)
+    times, origin = manifest.times, manifest.origin
     return ListedStep(
-        step, True, verified, count, str(path), state, holds, explain_bad_step(path, manifest), shared, *provenance
+        step=step,
+        committed=True,
+        verified=verified,
+        bytes=manifest.size,
+        path=str(path),
+        state={None: "committed", True: "sound", False: "damaged"}[verified],
+        weights_only=holds_weights_only(manifest.extra),
+        bad=explain_bad_step(path, manifest),
+        shared=manifest.shared,
+        saved_at=times.at if times is not None else None,
+        attempt=origin.attempt if origin is not None else None,
     )
 
 
@@ -120,7 +128,7 @@ def _is_sound(directory: Path, step: int) -> bool:
 
 def _list_leftover(leftover: Leftover) -> ListedStep:
     return ListedStep(
-        leftover.step, False, None, sum_file_sizes(leftover.path), str(leftover.path), _KINDS[leftover.kind]
+        leftover.step, False, None, sum_file_sizes(leftover.path), str(leftover.path), _LEFTOVER_STATES[leftover.kind]
     )
 
 

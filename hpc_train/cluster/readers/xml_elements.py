@@ -14,6 +14,7 @@ MAX_ELEMENTS = 100_000
 """Limits on bytes, depth and elements of a file; a node of 72 GPUs has under 2,000 elements."""
 MAX_TEXT = 1 << 20
 """Characters of text that are kept of an element."""
+_FIRST_TAG = re.compile(r"<(?:!DOCTYPE\s+)?([A-Za-z_][\w.-]*)")
 
 
 @dataclass
@@ -43,16 +44,16 @@ def read_root_tag(text: str) -> str | None:
         elif text.startswith("<?", at):
             at += 2
         else:
-            match = re.compile(r"<(?:!DOCTYPE\s+)?([A-Za-z_][\w.-]*)").match(text, at)
+            match = _FIRST_TAG.match(text, at)
             return match[1] if match else None
     return None
 
 
 def parse_xml(text: str, name: str, document_type: str | None = None) -> XmlElement:
-    """Parse the root element.
+    """Return the root element of an XML text. name: of the file, for errors.
 
     document_type: the one DOCTYPE that may be declared; it must not define anything, and nothing is loaded for it.
-    Raises UserError, one line, for text that is not well-formed or beyond the bounds.
+    Raises UserError, one line with file and line number, for text that is not well-formed or beyond the bounds.
     """
     if len(text) > MAX_BYTES:
         raise UserError(f"{name}:1: larger than {MAX_BYTES >> 20} MiB; not a topology of one system")
@@ -70,7 +71,10 @@ def parse_xml(text: str, name: str, document_type: str | None = None) -> XmlElem
 
 
 class _XmlBuilder:
+    """Builds the tree of elements from the events of a parser, and refuses what is beyond the bounds."""
+
     def __init__(self, name: str, skipped: int, document_type: str | None):
+        """name: of the file, for errors. skipped: lines before the text that the parser gets."""
         self.name = name
         self.skipped = skipped
         self.root: XmlElement | None = None

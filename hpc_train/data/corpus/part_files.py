@@ -71,18 +71,22 @@ class PartFile:
 
     folder: Path
     key: str
+    """Hash of the part's sources and of the tokenization; the files' names begin with it."""
     part: Part
 
     @property
     def tokens(self) -> Path:
+        """The token ids, one after another."""
         return self.folder / f"{self.key}.tokens"
 
     @property
     def starts(self) -> Path:
+        """Index of the first token of each document, int64."""
         return self.folder / f"{self.key}.starts"
 
     @property
     def counted(self) -> Path:
+        """Whether each token counts in the loss; only conversations have this file."""
         return self.folder / f"{self.key}.counted"
 
     @property
@@ -100,14 +104,14 @@ class PartFile:
         return self.commit.exists()
 
     def write(self, how: Tokenization) -> None:
-        """Tokenize the part into its files. Raises UserError for bad sources, OSError if they cannot be written."""
-        beside = {path: path.with_suffix(f"{path.suffix}.{os.getpid()}") for path in self._list_contents(how.chat)}
+        """Tokenize the part into its files. Raises UserError for bad sources, OSError if a file cannot be written."""
+        temporaries = {path: path.with_suffix(f"{path.suffix}.{os.getpid()}") for path in self._list_contents(how.chat)}
         left_out, length, starts = LeftOut(), 0, [np.zeros(0, np.int64)]
         dtype = choose_token_dtype(how.tokenizer.vocab_size)
         try:
             with (
-                beside[self.tokens].open("wb") as tokens,
-                beside.get(self.counted, Path(os.devnull)).open("wb") as counted,
+                temporaries[self.tokens].open("wb") as tokens,
+                temporaries.get(self.counted, Path(os.devnull)).open("wb") as counted,
             ):
                 for block in tokenize_part(self.part, how, left_out):
                     tokens.write(np.ascontiguousarray(block.tokens, dtype).data)
@@ -115,26 +119,25 @@ class PartFile:
                         counted.write(block.counted.tobytes())
                     starts.append(block.starts + length)
                     length += len(block.tokens)
-            beside[self.starts].write_bytes(np.concatenate(starts).tobytes())
-            beside[self.commit].write_text(json.dumps({"tokens": length, **asdict(left_out)}))
-            for path, temporary in beside.items():  # the commit is the last one
+            temporaries[self.starts].write_bytes(np.concatenate(starts).tobytes())
+            temporaries[self.commit].write_text(json.dumps({"tokens": length, **asdict(left_out)}))
+            for path, temporary in temporaries.items():  # the commit is the last one
                 with suppress(OSError):
                     sync_file(temporary)
                 temporary.replace(path)
         finally:
-            for temporary in beside.values():
+            for temporary in temporaries.values():
                 temporary.unlink(missing_ok=True)
 
     def read(self, how: Tokenization, left_out: LeftOut, slice_tokens: int = 1 << 22) -> Iterator[TokenBlock]:
-        """Yield what `write` wrote, in slices of bounded size."""
-        facts = json.loads(self.commit.read_text())
-        left_out.add(LeftOut(facts["empty"], facts["unanswered"]))
-        if not facts["tokens"]:
+        """Yield what `write` wrote, in slices of bounded size, and add to `left_out` what it left out."""
+        sizes = json.loads(self.commit.read_text())
+        left_out.add(LeftOut(sizes["empty"], sizes["unanswered"]))
+        length = sizes["tokens"]
+        if not length:  # an empty file cannot be mapped
             return
-        tokens = np.memmap(
-            self.tokens, choose_token_dtype(how.tokenizer.vocab_size), mode="r", shape=(facts["tokens"],)
-        )
-        counted = np.memmap(self.counted, np.bool_, mode="r", shape=(facts["tokens"],)) if how.chat else None
+        tokens = np.memmap(self.tokens, choose_token_dtype(how.tokenizer.vocab_size), mode="r", shape=(length,))
+        counted = np.memmap(self.counted, np.bool_, mode="r", shape=(length,)) if how.chat else None
         starts = np.fromfile(self.starts, np.int64)
         for begin in range(0, len(tokens), slice_tokens):
             end = min(begin + slice_tokens, len(tokens))
@@ -175,6 +178,7 @@ def write_part_files(files: Sequence[PartFile], how: Tokenization, workers: int,
 def _write_in_processes(
     missing: Sequence[PartFile], recipe: TokenizationRecipe, workers: int, progress: Progress | None
 ) -> None:
+    """Tokenize parts in `workers` processes. Raises UserError for bad sources, or if a process was killed."""
     # spawn, not fork: this process has threads (of tokenizers, of pyarrow) whose locks a fork would copy.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, _start_worker, (recipe,))

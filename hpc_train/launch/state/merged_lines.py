@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,8 +33,10 @@ _MAX_GROUPS = 10_000
 _BUFFER_BYTES = 64 << 20
 """For the blocks of all files together."""
 _LOOK_AHEAD = 32
-"""Records among which a line of the text log is searched."""
+"""Number of next records among which the record of a line of the text log is searched."""
 _YEAR_10000 = 253402300800.0
+"""Seconds since the epoch; a larger time is damage."""
+_LOG_NAME = re.compile(r"task-([0-9]+)\.(?:log|jsonl)")
 
 
 class RankLine(NamedTuple):
@@ -124,11 +127,11 @@ class AttemptLogs:
 def find_attempt_logs(folder: Path) -> AttemptLogs:
     """Find the logs of all ranks in the log directory of an attempt, and the offsets of their clocks."""
     names = {entry.name for entry in os.scandir(folder)}
-    tasks = {_parse_task_number(name) for name in names} - {None}
+    tasks = {int(match[1]) for name in names if (match := _LOG_NAME.fullmatch(name))}
     numbers = {entry.get("process"): entry.get("rank") for entry in read_rank_entries(folder)}
     ranks = {task: rank for task, rank in numbers.items() if type(task) is int and type(rank) is int}
     logs = []
-    for task in sorted(task for task in tasks if task is not None):
+    for task in sorted(tasks):
         records = folder / f"task-{task}.jsonl" if f"task-{task}.jsonl" in names else None
         offset = _read_clock_offset(records) if records is not None else None
         logs.append(RankLogs(ranks.get(task, task), folder / f"task-{task}.log", records, offset))
@@ -137,19 +140,12 @@ def find_attempt_logs(folder: Path) -> AttemptLogs:
     return AttemptLogs(
         tuple(logs),
         tuple(sorted(set(ranks.values()) - ranks_with_log)),
-        _is_valid_time(begun.time if begun else None) or 0.0,
-    )
-
-
-def _parse_task_number(name: str) -> int | None:
-    number = name.removeprefix("task-").removesuffix(".log" if name.endswith(".log") else ".jsonl")
-    return (
-        int(number) if f"task-{number}" in (name[:-4], name[:-6]) and number.isascii() and number.isdecimal() else None
+        _parse_time(begun.time if begun else None) or 0.0,
     )
 
 
 def _read_clock_offset(records: Path) -> float | None:
-    """Return the clock offset that a rank has written near the begin of its JSON Lines."""
+    """Return the clock offset, in seconds, that a rank has written near the beginning of its JSON Lines."""
     for line in next(_read_blocks(records, MAX_LINE_BYTES), []):
         if b'"clock_offset"' in line:
             offset = _parse_finite(parse_json_object(line).get("clock_offset"))
@@ -241,12 +237,12 @@ def _read_records(rank: RankLogs, block: int) -> Iterator[_Record]:
     for lines in _read_blocks(rank.records, block) if rank.records is not None else ():
         for line in lines:
             fields = parse_json_object(line)
-            at, message = _parse_finite(fields.get("time")), fields.get("message")
-            at = _is_valid_time(at + offset) if at is not None else None
-            if at is None or not isinstance(message, str):
+            local, message = _parse_finite(fields.get("time")), fields.get("message")
+            time = _parse_time(local + offset) if local is not None else None
+            if time is None or not isinstance(message, str):
                 continue
             level, step = fields.get("level"), fields.get("step")
-            yield _Record(at, level if level in LEVELS else "info", step if type(step) is int else None, message)
+            yield _Record(time, level if level in LEVELS else "info", step if type(step) is int else None, message)
 
 
 def _parse_finite(value: Any) -> float | None:
@@ -254,7 +250,7 @@ def _parse_finite(value: Any) -> float | None:
     return float(value) if type(value) in (int, float) and abs(value) < _YEAR_10000 else None
 
 
-def _is_valid_time(value: Any) -> float | None:
+def _parse_time(value: Any) -> float | None:
     """Return a time in seconds since the epoch; None for what is no time that a clock can show."""
     seconds = _parse_finite(value)
     return seconds if seconds is not None and seconds >= 0 else None
@@ -268,31 +264,32 @@ def _read_texts(path: Path, block: int) -> Iterator[str]:
 
 def _read_blocks(path: Path, block: int) -> Iterator[list[bytes]]:
     """Yield the lines of a file in lists, cut at MAX_LINE_BYTES, without line feeds; nothing if it cannot be read."""
-    at, begin = 0, b""
+    position, unfinished = 0, b""
     while True:
-        data = _read_at(path, at, block)
-        at += len(data)
+        data = _read_at(path, position, block)
+        position += len(data)
         if not data:
             break
         *lines, rest = data.split(b"\n")
         if lines:
-            lines[0] = begin + lines[0]
-            begin = rest
+            lines[0] = unfinished + lines[0]
+            unfinished = rest
             yield [line[:MAX_LINE_BYTES] for line in lines]
         else:
             # A line without end must not fill the memory.
-            begin = (begin + rest)[:MAX_LINE_BYTES]
-    if begin:
-        yield [begin]
+            unfinished = (unfinished + rest)[:MAX_LINE_BYTES]
+    if unfinished:
+        yield [unfinished]
 
 
-def _read_at(path: Path, at: int, size: int) -> bytes:
+def _read_at(path: Path, position: int, size: int) -> bytes:
+    """Return up to `size` bytes from a position of a file on; none if it cannot be read."""
     file = open_if_regular(path)
     if file is None:
         return b""
     with file:
         try:
-            return os.pread(file.fileno(), size, at)
+            return os.pread(file.fileno(), size, position)
         except OSError:
             return b""
 

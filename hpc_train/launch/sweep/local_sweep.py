@@ -69,8 +69,9 @@ def train_sweep(overrides: Sequence[str], config_dir: str | None, stop: StopRequ
 
 
 def _count_ranks_of_point(config: RunConfig) -> int:
+    """Return the ranks of a point. Raises UserError for one whose ranks only mpirun can start."""
     if mpi := needs_mpi(config):
-        raise UserError(f"{mpi}: MPI must start the ranks; run such points one by one with mpirun")
+        raise UserError(f"{mpi}: MPI must start the ranks; run these points one by one with mpirun")
     return count_local_ranks(config)
 
 
@@ -88,7 +89,7 @@ class MachineShare:
 
     def threads_per_rank(self, point: FrozenPoint) -> int:
         """Return the CPU threads of one rank."""
-        return _format_launch_setting(point, "threads") or max(1, self.cores // self.slots // point.spec.ranks)
+        return _read_launch_setting(point, "threads") or max(1, self.cores // self.slots // point.spec.ranks)
 
     def environment(self, slot: int, point: FrozenPoint) -> dict[str, str]:
         """Return the variables that tell the ranks their part of this machine; {} where one point has all of it."""
@@ -104,14 +105,14 @@ def plan_slots(points: Sequence[FrozenPoint]) -> MachineShare:
     """Share this machine out: launch.parallel_points slots, or as many as its cores or GPUs are enough for."""
     cores, gpus = len(os.sched_getaffinity(0)), list_visible_gpus()
     ranks = max(point.spec.ranks for point in points)
-    threads = max(_format_launch_setting(point, "threads") or 1 for point in points)
+    threads = max(_read_launch_setting(point, "threads") or 1 for point in points)
     fitting = len(gpus) // ranks if gpus else cores // (ranks * threads)
     return MachineShare(
-        min(_format_launch_setting(points[0], "parallel_points") or max(1, fitting), len(points)), cores, gpus
+        min(_read_launch_setting(points[0], "parallel_points") or max(1, fitting), len(points)), cores, gpus
     )
 
 
-def _format_launch_setting(point: FrozenPoint, name: str) -> int | None:
+def _read_launch_setting(point: FrozenPoint, name: str) -> int | None:
     value: int | None = point.spec.config["launch"][name]
     return value
 
@@ -119,7 +120,7 @@ def _format_launch_setting(point: FrozenPoint, name: str) -> int | None:
 def run_points(folder: SweepDirectory, points: Sequence[FrozenPoint], stop: StopRequest, output: CommandOutput) -> int:
     """Run these points, and return the exit code: 0 if all are done, 75 if they were stopped and have saved.
 
-    The first Ctrl-C, and the first stop signal, are passed on to all that run, and no other one begins. A second Ctrl-C
+    The first Ctrl-C or stop signal is passed on to all points that run, and no other point begins. A second Ctrl-C
     kills them.
     """
     process = os.getpid()
@@ -132,12 +133,12 @@ def run_points(folder: SweepDirectory, points: Sequence[FrozenPoint], stop: Stop
         runner.kill()
         output.report("killed; what was not saved is lost")
         return EXIT_KILLED
-    count, again = len(points), f"`hpc-train resume {one_line(str(folder.path))}`"
+    count, resume = len(points), f"`hpc-train resume {one_line(str(folder.path))}`"
     if runner.failed:
-        output.report(f"{len(runner.failed)} of {count} points failed; {again} runs them again")
+        output.report(f"{len(runner.failed)} of {count} points failed; {resume} runs them again")
         return EXIT_FAILED
     if runner.done < count:
-        output.report(f"stopped: {runner.done} of {count} points are done; {again} goes on")
+        output.report(f"stopped: {runner.done} of {count} points are done; {resume} goes on")
         return EXIT_REQUEUE
     return EXIT_DONE
 
@@ -182,7 +183,8 @@ class _PointRunner:
                 self._ask_to_stop()
             pool.start_waiting()
             ended = pool.remove_ended()
-            for running in [*pool.running.values(), *ended]:  # what an ended one has warned of last is there by now
+            # Those that ended, too: their last warnings have been written by now.
+            for running in [*pool.running.values(), *ended]:
                 for warning in running.warnings.read():
                     self._report(running.point, str(warning))
             for running in ended:
@@ -199,8 +201,8 @@ class _PointRunner:
         running = list(self._pool.running.values())
         if running:
             self._output.report(f"{self._stop.signal_name}: asking {len(running)} points to save and stop")
-        for point in running:
-            point.process.send_signal(signal.SIGUSR2)
+        for ranks in running:
+            ranks.process.send_signal(signal.SIGUSR2)
 
     def _start_point(self, point: FrozenPoint, slot: int) -> _RunningPoint | None:
         """Start the ranks of a point; None if it is done already, or if the sweep is to stop."""
@@ -222,7 +224,7 @@ class _PointRunner:
         code = running.process.returncode
         code = 128 - code if code < 0 else code
         logs = running.run.logs(running.attempt)
-        write_result_marker(logs, code)  # where the controller was killed it could not
+        write_result_marker(logs, code)  # a controller that was killed has not written it
         if code == EXIT_DONE:
             self._count_done(running.point)
         elif code != EXIT_REQUEUE:
@@ -232,7 +234,7 @@ class _PointRunner:
                 self.failed.append(running.point.id)
 
     def _start_again(self, running: _RunningPoint, code: int) -> bool:
-        """Put a point in front of all that wait if its fault may not come again; return whether it does."""
+        """Queue a point again, before all others, if its fault may not recur; returns whether it was queued."""
         if self._stop.requested:
             return False
         config, first = running.point.spec.run_config(), self._first_attempts[running.point.id]

@@ -29,7 +29,7 @@ from hpc_train.models.initial_values import Normal, Region, draw_values, get_who
 
 
 class AdaptedLayer(nn.Module):
-    """A layer with an adapter; `add_adapter` makes it of one without, in place."""
+    """A layer with an adapter; `add_adapter` turns a layer without one into it, in place."""
 
     weight: Any
     bias: Any
@@ -41,6 +41,8 @@ class AdaptedLayer(nn.Module):
     """alpha / rank."""
     sum_squares: Callable[[Tensor], Tensor] | None
     """Sums squared lengths of rows over the ranks that have a part of each row; None: rows are whole."""
+    inputs_dim: int
+    """Dimension of the weight that has the inputs: 1 of nn.Linear, 0 of Conv1D."""
 
     def forward(self, input: Tensor) -> Tensor:
         """x (..., inputs) -> (..., outputs)."""
@@ -49,7 +51,7 @@ class AdaptedLayer(nn.Module):
         low = self.multiply_a(dropped)
         if self.lora_magnitude is None or dropped is input:
             out = self.combine(base, low)
-        else:  # DoRA drops inputs of its change of the weight only
+        else:  # with DoRA, dropout applies to the change of the weight, not to the frozen weight
             product = self.multiply_weight(dropped)
             out = base + self.combine(product, low) - product
         return out if self.bias is None else out + self.bias
@@ -77,9 +79,6 @@ class AdaptedLayer(nn.Module):
         kind = "lora" if self.lora_magnitude is None else "dora"
         return f"{super().extra_repr()}, {kind}, rank={self.rank}, scale={self.scale:g}"
 
-    inputs_dim: int
-    """Which dimension of the weight is the inputs."""
-
     @property
     def rank(self) -> int:
         """Rank of the adapter."""
@@ -98,7 +97,7 @@ class AdaptedLayer(nn.Module):
         raise NotImplementedError
 
     def multiply_factors(self, dtype: torch.dtype) -> Tensor:
-        """Return B A, as the weight is laid out."""
+        """Return the product of the two factors, in a dtype, laid out as the weight is."""
         raise NotImplementedError
 
 
@@ -185,7 +184,7 @@ def add_adapter(layer: nn.Module, rank: int, alpha: float, dropout: float, *, ma
     magnitude: DoRA. `initialise_adapters` gives the parameters their values.
     """
     # By another class and not another module, because other modules and lists may hold this one, too.
-    layer.__class__ = _name_adapted_conv1d(type(layer)) if is_conv1d(layer) else AdaptedLinear  # type: ignore[arg-type]
+    layer.__class__ = _make_adapted_conv1d_class(type(layer)) if is_conv1d(layer) else AdaptedLinear  # type: ignore[arg-type]
     adapted = cast("AdaptedLayer", layer)
     weight, inputs_dim = adapted.weight, adapted.inputs_dim
     inputs, outputs = weight.shape[inputs_dim], weight.shape[1 - inputs_dim]
@@ -198,8 +197,8 @@ def add_adapter(layer: nn.Module, rank: int, alpha: float, dropout: float, *, ma
 
 
 @functools.cache  # one class for all layers, or compiled code would be made for each
-def _name_adapted_conv1d(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return Conv1D with an adapter: still a Conv1D for the model's own code."""
+def _make_adapted_conv1d_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """Make the class of a Conv1D with an adapter. It inherits from Conv1D, which the model's code may ask for."""
     return type("AdaptedConv1D", (AdaptedConv1D, kind), {})
 
 
@@ -217,9 +216,10 @@ def copy_adapters(part: nn.Module, model: nn.Module) -> None:
 
 @torch.no_grad()
 def initialise_adapters(part: nn.Module, seed: int, region: Callable[[Tensor], Region] = get_whole_region) -> None:
-    """Fill the adapters in place: A normal with the variance of PEFT's (Kaiming uniform), all else zero.
+    """Fill the adapters in place: A from a normal distribution of the variance that PEFT has, all else with zeros.
 
-    Values are a function of (seed, name, place) only; `region` says what a rank has of a split parameter.
+    Values depend on seed, name and position only, not on the layout. region: finds the part of a split parameter that
+    this rank has.
     """
     for name, parameter in part.named_parameters():
         if not is_adapter_parameter(name):
@@ -227,5 +227,6 @@ def initialise_adapters(part: nn.Module, seed: int, region: Callable[[Tensor], R
         shard = region(parameter)
         layer = cast("AdaptedLayer", part.get_submodule(name.rpartition(".")[0]))
         is_a = name.endswith(ADAPTER_A)
+        # PEFT draws A uniformly (Kaiming with a = sqrt(5)) from +-1 / sqrt(inputs), whose variance is 1 / (3 inputs).
         rule = Normal(0.0, 1 / math.sqrt(3 * shard.shape[layer.inputs_dim]) if is_a else 0.0)
         shard.local.copy_(draw_values(rule, seed, name, shard.shape, shard.offset, tuple(shard.local.shape)))

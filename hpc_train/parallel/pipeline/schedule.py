@@ -23,7 +23,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from hpc_train._torch.pipeline import (
     PipelineLoss,
-    run_pipeline_order,
+    make_pipeline_runtime,
     take_over_gathering,
 )
 from hpc_train.config.parallel import ParallelConfig
@@ -86,7 +86,7 @@ class Pipeline:
         order = self.order or generate_order(self.name, len(self.ranks), micro_batches)
         validate_order(order, micro_batches)
         return self._take_over_gathering(
-            run_pipeline_order(stages, self.ranks, format_rows(order), micro_batches, loss)
+            make_pipeline_runtime(stages, self.ranks, format_rows(order), micro_batches, loss)
         )
 
     def make_evaluation_schedule(
@@ -95,7 +95,7 @@ class Pipeline:
         """Make a schedule of forwards only, whatever the training schedule; run it by `eval`."""
         rows = format_rows(make_forward_order(self.ranks, micro_batches))
         return self._take_over_gathering(
-            run_pipeline_order(self._make_stages(inputs, hidden), self.ranks, rows, micro_batches, loss)
+            make_pipeline_runtime(self._make_stages(inputs, hidden), self.ranks, rows, micro_batches, loss)
         )
 
     def _take_over_gathering(self, schedule: PipelineScheduleMulti) -> PipelineScheduleMulti:

@@ -34,9 +34,9 @@ from hpc_train._torch.fully_shard import finish_backward
 from hpc_train._torch.pipeline import (
     PendingWeights,
     allocate_received,
-    backward_of_inputs,
-    backward_of_stage,
-    backward_of_weights,
+    compute_gradients,
+    compute_input_gradients,
+    compute_weight_gradients,
     defer_receive_memory,
     drop_last_output,
     release_received,
@@ -134,12 +134,12 @@ class Stage(PipelineStage):
             return result
         set_gradient_sync(self.submod, self.parallel, self.group_size, last_backward)
         if backward_type == "weight":
-            backward_of_weights(self.submod, bwd_kwargs["param_groups"], self.parallel.prefetch)
+            compute_weight_gradients(self.submod, bwd_kwargs["param_groups"], self.parallel.prefetch)
             return (), None
         graph = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"]
         if backward_type == "input":
-            return backward_of_inputs(*graph, self.submod)
-        gradients = backward_of_stage(*graph)
+            return compute_input_gradients(*graph, self.submod)
+        gradients = compute_gradients(*graph)
         finish_backward(self.submod)
         return gradients, None
 

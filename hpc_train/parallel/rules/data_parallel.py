@@ -17,7 +17,7 @@ def check_data_parallel_rules(config: RunConfig, degrees: Degrees) -> None:
     """Raise UserError for what data parallelism cannot do."""
     _check_strategy(config.parallel.strategy, degrees)
     _check_gathering(config.parallel)
-    _check_alone(config.parallel, degrees)
+    _check_single_rank(config.parallel, degrees)
     _check_batch(config, degrees)
     _check_precision(config, degrees)
 
@@ -55,18 +55,18 @@ def _check_gathering(parallel: ParallelConfig) -> None:
         )
 
 
-def _check_alone(parallel: ParallelConfig, degrees: Degrees) -> None:
-    """Refuse options of the exchange over data-parallel ranks where there is one rank; cp shards too."""
-    alone = "leave it out, or use more ranks"
+def _check_single_rank(parallel: ParallelConfig, degrees: Degrees) -> None:
+    """Refuse options of the exchange between data-parallel ranks where there is only one; ranks of cp count as such."""
+    advice = "leave it out, or use more ranks"
     if degrees.dp_shard * degrees.cp == 1:
         if not parallel.reshard_after_forward:
-            raise UserError(f"parallel.reshard_after_forward=false: has no effect with dp_shard 1; {alone}")
+            raise UserError(f"parallel.reshard_after_forward=false: has no effect with dp_shard 1; {advice}")
         if parallel.prefetch != 1:
-            raise UserError(f"parallel.prefetch={parallel.prefetch}: has no effect with dp_shard 1; {alone}")
+            raise UserError(f"parallel.prefetch={parallel.prefetch}: has no effect with dp_shard 1; {advice}")
     if parallel.bucket_mib is not None and degrees.data_parallel * degrees.cp == 1:
         raise UserError(
             f"parallel.bucket_mib={parallel.bucket_mib:g}: has no effect on one data-parallel rank, which reduces "
-            f"nothing; {alone}"
+            f"nothing; {advice}"
         )
 
 

@@ -56,6 +56,7 @@ def _check_widths(model: TransformerConfig | VisionTransformerConfig, tp: int) -
 
 
 def _check_vocabulary(model: TransformerConfig, options: TensorConfig, tp: int) -> None:
+    """Check that each rank has a row: all parts but the last have as many as rounding up gives."""
     if options.vocabulary and -(-model.vocab_size // tp) * (tp - 1) >= model.vocab_size:
         raise UserError(
             f"parallel.tp={tp}: a vocabulary of {model.vocab_size} leaves a rank without a part of it; "
@@ -64,6 +65,7 @@ def _check_vocabulary(model: TransformerConfig, options: TensorConfig, tp: int) 
 
 
 def _check_positions(config: RunConfig, degrees: Degrees) -> None:
+    """Check that cp and tp together divide the sequence, whose positions tp splits between layers."""
     length, parts = config.train.sequence_length, degrees.cp * degrees.tp
     if config.parallel.tensor.sequence and length % parts:
         ranks = f"tp={degrees.tp}" if degrees.cp == 1 else f"cp={degrees.cp} x tp={degrees.tp}"
@@ -75,15 +77,16 @@ def _check_positions(config: RunConfig, degrees: Degrees) -> None:
         )
 
 
-_OPTION = "parallel.tensor.asynchronous=true"
+_ASYNCHRONOUS = "parallel.tensor.asynchronous=true"
 
 
 def _check_symmetric(config: RunConfig, degrees: Degrees) -> None:
+    """Check that torch's symmetric memory reaches all ranks of a tp group: it needs one NVLink domain."""
     domain = config.cluster.node.nvlink_domain_gpus
     if domain and degrees.tp > domain:
         raise UserError(
-            f"parallel.tensor.symmetric=true: parallel.tp={degrees.tp} ranks are in no NVLink domain of {domain} GPUs "
-            f"(cluster={config.cluster.name}); use tp={domain}, or leave it out"
+            f"parallel.tensor.symmetric=true: parallel.tp={degrees.tp} ranks do not fit into an NVLink domain of "
+            f"{domain} GPUs (cluster={config.cluster.name}); use tp={domain}, or leave it out"
         )
     if config.parallel.compile:
         raise UserError("parallel.tensor.symmetric=true: is not combined with parallel.compile; leave one of them out")
@@ -99,19 +102,20 @@ def check_async_tensor_rules(config: RunConfig, degrees: Degrees) -> None:
     if parallel.tensor.symmetric:
         _check_symmetric(config, degrees)
     if not parallel.tensor.sequence:
-        raise UserError(f"{_OPTION}: overlaps the exchange of positions; use parallel.tensor.sequence=true")
+        raise UserError(f"{_ASYNCHRONOUS}: overlaps the exchange of positions; use parallel.tensor.sequence=true")
     if isinstance(config.model, VisionTransformerConfig):
         raise UserError(
-            f"{_OPTION}: overlaps the exchange of positions, and a vision transformer's do not divide; leave it out"
+            f"{_ASYNCHRONOUS}: overlaps the exchange of positions, and those of a vision transformer do not divide; "
+            "leave it out"
         )
     if parallel.recompute.mode == "selective" and "mm" in parallel.recompute.keep:
         raise UserError(
-            f"{_OPTION}: computes products in parts, which parallel.recompute.mode=selective cannot keep; "
+            f"{_ASYNCHRONOUS}: computes products in parts, which parallel.recompute.mode=selective cannot keep; "
             "use parallel.recompute.keep=[attention], or mode=full"
         )
     schedule = parallel.pipeline.schedule
     if degrees.pp > 1 and splits_backward(parallel.pipeline):
         raise UserError(
-            f"{_OPTION}: computes the gradients of activations and weights together, and "
+            f"{_ASYNCHRONOUS}: computes the gradients of activations and weights together, and "
             f"parallel.pipeline.schedule={schedule} asks for each by itself; use 1f1b or interleaved_1f1b"
         )

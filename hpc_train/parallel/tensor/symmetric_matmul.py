@@ -28,13 +28,13 @@ def check_symmetric_memory(device: torch.device) -> None:
 
 
 def gather_matmul_symmetric(x: Tensor, weights: Sequence[Tensor], group: str) -> tuple[Tensor, ...]:
-    """As ring_matmul.gather_matmul: x (B, T / size, K) and weights (N_i, K) -> (B, T, N_i). group: its name."""
+    """As ring_matmul.gather_matmul: x (B, T / size, K) and weights (N_i, K) -> (B, T, N_i). group: a group's name."""
     outputs: tuple[Tensor, ...] = _GatherMatmul.apply(x, group, *weights)  # type: ignore[no-untyped-call]
     return outputs
 
 
 def matmul_scatter_symmetric(x: Tensor, weight: Tensor, group: str) -> Tensor:
-    """As ring_matmul.matmul_scatter: x (B, T, K) and weight (N, K) -> (B, T / size, N). group: its name."""
+    """As ring_matmul.matmul_scatter: x (B, T, K) and weight (N, K) -> (B, T / size, N). group: a group's name."""
     output: Tensor = _MatmulScatter.apply(x, weight, group)  # type: ignore[no-untyped-call]
     return output
 
@@ -70,6 +70,7 @@ class _MatmulScatter(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         gathered, (x_gradient,) = fused_gather_matmul(gradients[0], [weight], ctx.group)
+        # Here the scattered gradient is the gathered one, and x was whole in forward.
         (weight_gradient,) = _compute_weight_gradients([gathered], x, ctx.needs_input_grad[1:2])
         return x_gradient if ctx.needs_input_grad[0] else None, weight_gradient, None
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_train.cluster.hostlist import pluralise_level
 from hpc_train.placement.diagram.canvas import (
     FAINT_COLOUR,
     INK_COLOUR,
@@ -19,6 +18,7 @@ from hpc_train.placement.diagram.canvas import (
     measure_text,
 )
 from hpc_train.placement.diagram.panel import DrawnLevel, Layout, Panel, select_drawn_levels
+from hpc_train.placement.fabric import pluralise_level
 from hpc_train.units import format_seconds
 
 MAX_ROWS = 64

@@ -29,14 +29,14 @@ def check_head_width(facts: RunFacts) -> Advice | None:
     if model is None or not facts.tensor_cores or compute_head_dim(model) % _ALIGNED == 0:
         return None
     width = compute_head_dim(model)
-    fits = [n for n in range(1, model.hidden + 1) if model.hidden % n == 0 and model.hidden // n % _ALIGNED == 0]
-    near = min(fits, key=lambda n: abs(math.log(n / model.heads)), default=None)
-    grouped = model.kv_heads not in (None, model.heads)
-    up = -(-width // _ALIGNED) * _ALIGNED
-    if model.head_dim is not None or near is None or grouped:
-        fix = f"model.head_dim={up}"
+    head_counts = [n for n in range(1, model.hidden + 1) if model.hidden % n == 0 and model.hidden // n % _ALIGNED == 0]
+    nearest = min(head_counts, key=lambda n: abs(math.log(n / model.heads)), default=None)
+    has_grouped_queries = model.kv_heads not in (None, model.heads)
+    aligned_width = -(-width // _ALIGNED) * _ALIGNED
+    if model.head_dim is not None or nearest is None or has_grouped_queries:
+        fix = f"model.head_dim={aligned_width}"
     else:
-        fix = f"model.heads={near} (head_dim {model.hidden // near}), or model.head_dim={up}"
+        fix = f"model.heads={nearest} (head_dim {model.hidden // nearest}), or model.head_dim={aligned_width}"
     why = f"head_dim {width} is not a multiple of {_ALIGNED}: attention pads it, or falls back to slower kernels"
     return Advice("model.heads" if model.head_dim is None else "model.head_dim", why, fix, "warning")
 
@@ -46,6 +46,7 @@ def check_hidden_width(facts: RunFacts) -> Advice | None:
     model = facts.transformer
     if model is None or not facts.tensor_cores or model.hidden % _TILE == 0:
         return None
+    # Without a head_dim of its own, hidden / heads must stay a multiple of 8, too.
     unit = _TILE if model.head_dim is not None else math.lcm(_TILE, _ALIGNED * model.heads)
     below = model.hidden // unit * unit
     choices = [size for size in (below, below + unit) if size]

@@ -45,7 +45,7 @@ class LayerWork:
     """Forward of one layer."""
     backward: Column
     """Backward of one layer, without recomputation."""
-    again: Column
+    recomputation: Column
     """Recomputation of one layer."""
     head: Column
     """Forward and backward of the head and the loss."""
@@ -54,7 +54,8 @@ class LayerWork:
     launch_forward: Column
     """Time of the host to launch the kernels of one layer's forward."""
     launch_backward: Column
-    flops_again: Column
+    """The same of its backward, with recomputation."""
+    recomputed_flops: Column
     """FLOPs of recomputing one layer, on all tp and cp ranks together."""
 
 
@@ -70,13 +71,13 @@ def layer_work(jobs: Jobs, constants: Constants) -> LayerWork:
         adapters = _adapter_seconds(jobs, constants, tokens)
         elementwise, elementwise_backward = elementwise + adapters, elementwise_backward + 2 * adapters
         backward_products = choose(jobs.adapter_weights > 0, 1.0, 2.0)
-    layers_again = choose(jobs.recompute > 0, jobs.recompute_share, 0.0)
+    recomputed_share = choose(jobs.recompute > 0, jobs.recompute_share, 0.0)
     linear_again, attention_again, elementwise_again = recompute_shares(jobs)
     # torch stops recomputing before a layer's last product, since backward does not need its result (FSDP and
     # hpc_train). Megatron and DeepSpeed recompute it.
     products_again = linear - choose(jobs.stack >= FSDP, last_product, 0.0)
     # attention_score_width is multiply-adds of one token, as layer_parameters are: two FLOPs each.
-    flops_again = linear_again * 2 * jobs.layer_parameters + attention_again * 2 * attention_score_width(jobs)
+    token_flops = linear_again * 2 * jobs.layer_parameters + attention_again * 2 * attention_score_width(jobs)
     # Kernels: those of all products are launched again only by full recomputation.
     kernels = choose(jobs.fused_attention + jobs.fused_elementwise > 0, _FUSED_KERNELS, 1.0)
     kernels = kernels * _launch_seconds(jobs, constants)
@@ -84,14 +85,14 @@ def layer_work(jobs: Jobs, constants: Constants) -> LayerWork:
     return LayerWork(
         forward=linear + attention + elementwise,
         backward=backward_products * linear + attention_backward + elementwise_backward,
-        again=layers_again
+        recomputation=recomputed_share
         * (linear_again * products_again + attention_again * attention + elementwise_again * elementwise),
         head=_head_seconds(jobs, constants, tokens),
         embedding=_embedding_seconds(jobs, constants, tokens),
         launch_forward=kernels * forward_kernels,
         launch_backward=kernels
-        * (_KERNELS_BACKWARD + expert_launches + forward_kernels * (layers_again * linear_again)),
-        flops_again=layers_again * flops_again * tokens * jobs.cp,
+        * (_KERNELS_BACKWARD + expert_launches + forward_kernels * (recomputed_share * linear_again)),
+        recomputed_flops=recomputed_share * token_flops * tokens * jobs.cp,
     )
 
 

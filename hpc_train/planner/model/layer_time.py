@@ -74,7 +74,7 @@ def estimate_layer_time(jobs: Jobs, constants: Constants) -> tuple[LayerWork, La
 
 def _time_layer(jobs: Jobs, constants: Constants, work: LayerWork) -> LayerTime:
     copy = _copy_seconds(jobs, constants)
-    once, back = work.forward, work.backward + work.again
+    once, back = work.forward, work.backward + work.recomputation
     forward, backward = np.maximum(once, copy), np.maximum(back, copy)
     tensor_forward, tensor_backward = _tensor_seconds(jobs, constants)
     # The host launches kernels ahead of the device, which waits only if launching takes longer than computing.

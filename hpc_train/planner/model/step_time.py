@@ -269,7 +269,7 @@ def _choose_spread(jobs: Jobs, constants: Constants) -> Column:
 def _count_flops(jobs: Jobs, work: LayerWork) -> Column:
     """Return the FLOPs of a step of the whole job, with recomputation."""
     micro_batches = jobs.global_batch / jobs.micro_batch
-    return jobs.model_flops + micro_batches * jobs.layers * work.flops_again
+    return jobs.model_flops + micro_batches * jobs.layers * work.recomputed_flops
 
 
 @dataclass(frozen=True)

@@ -23,34 +23,39 @@ class SweepRow:
     point: str
     state: str
     swept: dict[str, Any]
+    """Values of the swept settings."""
     metric: float | None
+    """Result by which points are compared; None: it has none."""
     tokens_per_second: float | None
     node_hours: float
     verdict: str
     best: bool
     command: str
-    """Runs the best point again; "" for the others."""
+    """Command that runs the best point again; "" for the others."""
 
 
 def list_sweep_rows(
     points: Sequence[RunPoint], results: SweepResults, hours: Sequence[float], verdicts: Sequence[str]
 ) -> list[SweepRow]:
-    """Put what is known of each point into one row, the best first. hours, verdicts: of each point."""
+    """Make a row of each point, the best first.
+
+    hours: node-hours of each point. verdicts: one line for each point on why it was slow.
+    """
     winner = results.winner
     rerun = next(
         (_format_command(point.run, row) for point, row in zip(points, results.rows, strict=True) if row is winner), ""
     )
     rows = [
         SweepRow(
-            row.point,
-            row.state,
-            row.swept,
-            results.get_value(row),
-            row.final.get("tokens_per_second"),
-            cost,
-            verdict,
-            row is winner,
-            rerun if row is winner else "",
+            point=row.point,
+            state=row.state,
+            swept=row.swept,
+            metric=results.get_value(row),
+            tokens_per_second=row.final.get("tokens_per_second"),
+            node_hours=cost,
+            verdict=verdict,
+            best=row is winner,
+            command=rerun if row is winner else "",
         )
         for row, cost, verdict in zip(results.rows, hours, verdicts, strict=True)
     ]
@@ -59,7 +64,7 @@ def list_sweep_rows(
 
 
 def _format_command(run: Path, row: PointResult) -> str:
-    """Return the command that runs a point again, with all its settings, or if they cannot be read, those swept."""
+    """Return the command that runs a point again: with all its settings, or with those swept if they cannot be read."""
     from hpc_train.report.pages.page import list_overrides
     from hpc_train.report.tuning import format_command
 

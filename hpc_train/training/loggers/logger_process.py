@@ -27,13 +27,14 @@ from hpc_train.terminal import one_line
 from hpc_train.training.loggers.interface import LoggedRun, open_logger
 
 _log = logging.getLogger(__name__)
-_MOST_BYTES_WAITING = 8 << 20
-"""About 25,000 steps."""
+_MAX_WAITING_BYTES = 8 << 20
+"""Records that wait for room in the pipe, at most: about 25,000 steps."""
 _STUCK_SECONDS = 600
 """A call of a logger that takes longer ends its process."""
 _SECONDS_AFTER_AN_ERROR = 2.0
 """Whoever watches the ranks must learn of the error soon."""
 _REASON_BYTES = 4096
+"""The end of the process's output, in whose last line the reason of a failure is searched."""
 
 
 class LoggerProcess:
@@ -69,10 +70,10 @@ class LoggerProcess:
         return self._process.stdin
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Hand over one record without waiting; one that exceeds the limit is lost, which is a warning."""
+        """Hand over one record without waiting. Beyond the limit records are lost, and the first loss is a warning."""
         if self._process is None:
             return
-        if len(self._waiting) > _MOST_BYTES_WAITING:
+        if len(self._waiting) > _MAX_WAITING_BYTES:
             self._dropped_steps += 1
             if self._dropped_steps == 1:
                 _log.warning("logger %s: does not keep up, or blocks; it misses steps from now on", self._name)
@@ -82,7 +83,7 @@ class LoggerProcess:
             self._give_up()
 
     def close(self, failed: bool = False) -> None:
-        """Send the end and wait for the process, for at most its total of seconds."""
+        """Send the end and wait for the process, for at most its `close_seconds`. failed: whether the run did."""
         self.begin_close(failed)
         self.finish_close(time.monotonic(), failed)
 
@@ -138,6 +139,7 @@ class LoggerProcess:
         return True
 
     def _give_up(self) -> None:
+        """Take no more records, as the process has closed its input or ended; warn with its reason."""
         assert self._process is not None
         with suppress(OSError):
             self._pipe.close()
@@ -180,7 +182,7 @@ def _read_last_line(path: Path) -> str:
     return one_line(next((line for line in reversed(lines) if line), ""))
 
 
-# --- in the process
+# What follows runs in the logger's process.
 
 
 def main(name: str, close_seconds: float) -> int:
@@ -201,6 +203,7 @@ def main(name: str, close_seconds: float) -> int:
 
 
 def _serve(name: str, lines: BinaryIO, close_seconds: float) -> None:
+    """Pass records to a logger until the end; each call of it has a time limit."""
     _end_after(_STUCK_SECONDS)
     logger = open_logger(name, _parse_run(lines.readline()))
     failed = True  # unless rank 0 says otherwise: it may have been killed

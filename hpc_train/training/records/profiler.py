@@ -55,37 +55,39 @@ class StepProfiler:
         world: World,
         parts: list[nn.Module],
         step: int,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
-        """run: the run directory. parts: of the model. step: updates made so far. say: takes a line for the user."""
-        self._settings, self._run, self._attempt, self._world, self._say = config.profile, run, attempt, world, say
-        self._parts, self._marked, settings = parts, config.train.record_steps, config.profile
-        # Inside what torch.compile has compiled, a hook would mean compiling again.
+        """run: the run directory. parts: of the model. step: updates made so far. report: prints a line."""
+        settings = self._settings = config.profile
+        self._run, self._attempt, self._world, self._report = run, attempt, world, report
+        self._parts, self._recorder_marks_forwards = parts, config.train.record_steps
+        # A hook inside a compiled module would make torch.compile compile it again.
         self._with_modules = settings.modules and not config.parallel.compile
         self._window: tuple[int, int] | None = None
+        """First and last step of the next trace."""
         self._trace: Trace | None = None
-        self._next_look = time.monotonic() if settings.poll_seconds else float("inf")
+        self._next_poll = time.monotonic() if settings.poll_seconds else float("inf")
         self._answered = _read_quietly(run)  # a request to an earlier attempt is not for this one
         if settings.steps is not None and world.rank in settings.ranks:
             first, last = parse_steps(settings.steps)
             if last > step:
                 self._window = max(first, step + 1), last
             else:
-                say(f"profile.steps={settings.steps}: no trace, since these steps were made before this attempt")
+                report(f"profile.steps={settings.steps}: no trace, since these steps were made before this attempt")
 
     def begin_step(self, step: int) -> None:
-        """Say that a step begins. step: its number, counted from 1."""
+        """Note that a step begins. step: its number, counted from 1."""
         if self._trace is not None and step > self._trace.last:
             self._write(step - 1)
         if self._trace is not None:
             self._trace.begin_step()
         elif self._window is not None:
             self._start_if_due(step)
-        elif time.monotonic() > self._next_look:
+        elif time.monotonic() > self._next_poll:
             self._look_for_request(step)
 
     def end_step(self) -> None:
-        """Say that the step's update is made; what comes now is between steps."""
+        """Note that the step's update is made; what follows is between steps."""
         if self._trace is not None:
             self._trace.enter_phase(_BETWEEN, marks=False)
 
@@ -95,14 +97,15 @@ class StepProfiler:
             self._write(step)
 
     def _look_for_request(self, step: int) -> None:
-        self._next_look = time.monotonic() + self._settings.poll_seconds
+        self._next_poll = time.monotonic() + self._settings.poll_seconds
         request = _read_quietly(self._run)
         if request is None or request == self._answered:
             return
         self._answered = request
         if self._world.rank in request.ranks:
-            late = max(0, step - request.first)
-            self._window = request.first + late, request.last + late
+            # Steps that are over by now cannot be traced: as many of the next ones take their place.
+            delay = max(0, step - request.first)
+            self._window = request.first + delay, request.last + delay
             self._start_if_due(step)
 
     def _start_if_due(self, step: int) -> None:
@@ -115,7 +118,7 @@ class StepProfiler:
 
     def _add_hooks(self) -> ExitStack:
         undo = ExitStack()
-        if not self._marked:  # else the recorder marks where forwards begin and end
+        if not self._recorder_marks_forwards:
             for remove in watch_forward(self._parts, self._world.clock):
                 undo.callback(remove)
         for part in self._parts if self._with_modules else []:
@@ -137,10 +140,11 @@ class StepProfiler:
         except (OSError, RuntimeError) as error:
             log.warning("%s: no trace: %s", path, error)
             return
-        self._say(f"profile: steps {trace.first} to {last} of rank {self._world.rank}: {path}")
+        self._report(f"profile: steps {trace.first} to {last} of rank {self._world.rank}: {path}")
 
 
 def _read_quietly(run: Path) -> ProfileRequest | None:
+    """Return the request in a run directory; None if there is none, or it is damaged."""
     try:
         return read_request(run)
     except (OSError, ValueError, KeyError) as error:
