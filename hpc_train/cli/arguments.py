@@ -57,7 +57,7 @@ def add_weights(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--weights",
         choices=("average", "trained"),
-        help="of a run with optim.ema.decay (default: those of the run's own evaluations)",
+        help="which weights of a run with optim.ema.decay (default: those of the run's own evaluations)",
     )
 
 

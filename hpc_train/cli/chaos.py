@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 the plan is a YAML file:
-  minutes: 10            # inject random faults for so long; default: until the run ends
+  minutes: 10            # inject random faults for this long; default: until the run ends
   mttf_seconds: 120      # mean seconds between random faults; default: no random faults
   kinds: {kill: 4, stop: 2, exception: 1}    # weights of the random faults; default: kill 4, stop 2, others 1
   faults:                # single faults

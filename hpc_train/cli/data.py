@@ -127,7 +127,7 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         metavar="byte|bpe|PATH",
         default="byte",
-        help="one token a byte (default), a BPE trained on the text, or a tokenizer.json or a folder with one",
+        help="one token per byte (default), a BPE trained on the text, or a tokenizer.json or a folder with one",
     )
     parser.add_argument(
         "--column",

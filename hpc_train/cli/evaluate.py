@@ -30,22 +30,30 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         type=whole_number(1),
         help="only the first N global batches of the run's evaluations, in their order (default: every sample once)",
     )
-    command.add_argument("--batch", metavar="N", type=whole_number(1), help="samples at once (default: the run's)")
-    command.add_argument("--sequence-length", metavar="N", type=whole_number(1), help="tokens (default: the run's)")
-    command.add_argument("--chat", action="store_true", help="PATH has conversations: the assistant's turns count")
+    command.add_argument("--batch", metavar="N", type=whole_number(1), help="samples in a batch (default: the run's)")
+    command.add_argument(
+        "--sequence-length", metavar="N", type=whole_number(1), help="tokens in a sequence (default: the run's)"
+    )
+    command.add_argument("--chat", action="store_true", help="PATH has conversations; only the assistant's turns count")
     command.add_argument(
         "--column",
         metavar="NAME",
         help="column of the text or the messages in records, or of the label in tars (default: the run's)",
     )
     command.add_argument("--tokenizer", metavar="FOLDER", help="tokenizer of text (default: the model's)")
-    command.add_argument("--precision", choices=("fp64", "fp32", "bf16", "fp16"), help="default: the run's")
+    command.add_argument(
+        "--precision", choices=("fp64", "fp32", "bf16", "fp16"), help="number format (default: the run's)"
+    )
     add_weights(command)
-    command.add_argument("--base", metavar="FOLDER", help="where the folder of the run's model.path is now")
-    command.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    command.add_argument("--base", metavar="FOLDER", help="where the run's model.path is now, if it was moved")
+    command.add_argument(
+        "--device", choices=("cpu", "cuda"), help="device to compute on (default: cuda if there is one)"
+    )
     command.add_argument("--include-path", metavar="DIR", help="folder with task files of your own")
     command.add_argument("--limit", metavar="N", type=whole_number(1), help="examples of each task (default: all)")
-    command.add_argument("--shots", metavar="N", type=whole_number(0), help="solved examples in a prompt")
+    command.add_argument(
+        "--shots", metavar="N", type=whole_number(0), help="solved examples in a prompt (default: the task's)"
+    )
     add_json(command)
     add_examples(
         command,

@@ -16,20 +16,40 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `generate`."""
     command.add_argument("where", metavar="RUN", help="run directory, step-<n>, or a folder of transformers")
     source = command.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", action="append", help="text to go on with; repeatable")
-    source.add_argument("--file", metavar="FILE", help="a file with a prompt a line")
+    source.add_argument("--prompt", action="append", help="prompt; repeatable")
+    source.add_argument("--file", metavar="FILE", help="file with one prompt per line")
     command.add_argument("--tokens", metavar="N", type=whole_number(1), default=128, help="new tokens (default 128)")
-    command.add_argument("--temperature", metavar="T", type=_number(0, 100), default=0.0, help="0 (default): greedy")
-    command.add_argument("--top-k", metavar="K", type=whole_number(0), default=0, help="0 (default): all tokens")
-    command.add_argument("--top-p", metavar="P", type=_number(1e-6, 1), default=1.0, help="1 (default): all tokens")
-    command.add_argument("--seed", metavar="N", type=whole_number(0), default=0, help="of the sampling (default 0)")
-    command.add_argument("--batch", metavar="N", type=whole_number(1), default=8, help="prompts at once (default 8)")
-    command.add_argument("--chat", action="store_true", help="prompts are a user's turns, for the chat template")
+    command.add_argument(
+        "--temperature", metavar="T", type=_number(0, 100), default=0.0, help="sampling temperature (default 0: greedy)"
+    )
+    command.add_argument(
+        "--top-k",
+        metavar="K",
+        type=whole_number(0),
+        default=0,
+        help="sample from the K likeliest tokens (default 0: all)",
+    )
+    command.add_argument(
+        "--top-p",
+        metavar="P",
+        type=_number(1e-6, 1),
+        default=1.0,
+        help="sample from the likeliest tokens with probability P in total (default 1: all)",
+    )
+    command.add_argument(
+        "--seed", metavar="N", type=whole_number(0), default=0, help="seed of the sampling (default 0)"
+    )
+    command.add_argument("--batch", metavar="N", type=whole_number(1), default=8, help="prompts in a batch (default 8)")
+    command.add_argument(
+        "--chat", action="store_true", help="treat prompts as messages of a user, with the chat template"
+    )
     command.add_argument("--tokenizer", metavar="FOLDER", help="tokenizer to use (default: the run's)")
     add_weights(command)
-    command.add_argument("--base", metavar="FOLDER", help="where the folder of the run's model.path is now")
-    command.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    add_json(command, "print a JSON line a prompt")
+    command.add_argument("--base", metavar="FOLDER", help="where the run's model.path is now, if it was moved")
+    command.add_argument(
+        "--device", choices=("cpu", "cuda"), help="device to compute on (default: cuda if there is one)"
+    )
+    add_json(command, "print one JSON line per prompt")
     add_examples(
         command,
         "hpc-train generate runs/first --prompt 'def main(' --tokens 200",

@@ -30,7 +30,7 @@ class ProfileConfig:
     memory_snapshot: bool = False
     """On GPUs, write a snapshot of the allocator as well, for https://pytorch.org/memory_viz."""
     poll_seconds: float = config_field(default=10.0, ge=0, le=3600)
-    """Seconds between two looks of each rank at whether `hpc-train profile RUN` asks for a trace; 0: never."""
+    """Seconds between the checks of each rank whether `hpc-train profile RUN` asks for a trace; 0: never."""
 
 
 def parse_steps(text: str, where: str = "profile.steps") -> tuple[int, int]:

@@ -112,12 +112,12 @@ def check_transformer(config: TransformerConfig) -> None:
         raise UserError("model.pre_norms=false: leaves blocks without norms; set model.post_norms=true, too")
     if config.global_every and config.sliding_window is None:
         raise UserError(
-            f"model.global_every={config.global_every}: without effect, as no layer has a window; set "
+            f"model.global_every={config.global_every}: has no effect, as no layer has a window; set "
             "model.sliding_window, or leave it out"
         )
     if config.rope.local_theta is not None and (config.sliding_window is None or config.positions != "rotary"):
         raise UserError(
-            f"model.rope.local_theta={config.rope.local_theta:g}: without effect, as it is of layers with a window and "
+            f"model.rope.local_theta={config.rope.local_theta:g}: has no effect, as it is of layers with a window and "
             "rotary positions; set model.sliding_window, or leave it out"
         )
     _check_rope_scaling(config)
@@ -144,7 +144,7 @@ def _check_rope_scaling(config: TransformerConfig) -> None:
         value = getattr(rope, key)
         if value != getattr(defaults, key) and config.rope_scaling not in scalings:
             raise UserError(
-                f"model.rope.{key}={str(value).lower()}: without effect at model.rope_scaling={config.rope_scaling}; "
+                f"model.rope.{key}={str(value).lower()}: has no effect with model.rope_scaling={config.rope_scaling}; "
                 f"it is of {' and '.join(scalings)}"
             )
     for low, high in (("low", "high"), ("beta_slow", "beta_fast")):

@@ -37,17 +37,17 @@ FOLDER = "chaos"
 KINDS = {
     "kill": "SIGKILL to the rank",
     "stop": "SIGSTOP to the rank",
-    "gil": "the rank takes the interpreter's lock and never gives it back",
+    "gil": "the rank takes Python's global lock and never releases it",
     "exception": "the rank raises RuntimeError",
     "slow": "the rank sleeps for `seconds` in one step",
     "busy": "processes keep the rank's CPUs busy for `seconds`",
-    "nan": "what the rank's modules return is NaN in one step",
+    "nan": "the outputs of the rank's modules are NaN in one step",
     "flip_gradient": "one bit of a gradient of the rank flips in one step, after ranks have averaged them",
     "flip_weight": "one bit of a parameter of the rank flips",
     "flip_moment": "one bit of the optimizer's state of the rank flips",
-    "slow_disk": "what the rank writes of its next checkpoint takes `seconds` longer",
+    "slow_disk": "the rank's part of the next checkpoint takes `seconds` longer to write",
     "full_disk": "all that the rank writes to files fails for `seconds`, as on a full disk",
-    "rendezvous": "the rank is stuck the next time that the ranks start, and does not come to meet the others",
+    "rendezvous": "the rank hangs at the next start of the ranks, and never joins the others",
 }
 AT_START = "rendezvous"
 """The kind that is obeyed before the ranks meet; all others are obeyed before a step."""

@@ -180,7 +180,7 @@ def test_shapes_and_the_registry_need_no_torch() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope": RopeConfig(low=2.0)}, "model.rope.low=2.0: without effect at model.rope_scaling=none"),
+        ({"rope": RopeConfig(low=2.0)}, "model.rope.low=2.0: has no effect with model.rope_scaling=none"),
         ({"rope_scaling": "llama3", "rope": RopeConfig(mscale=1.0)}, "it is of yarn"),
         ({"rope_scaling": "yarn", "rope": RopeConfig(beta_fast=1.0)}, "must be less than model.rope.beta_fast=1"),
         ({"rope_scaling": "yarn", "rope_theta": 1.0}, "yarn needs a base above 1"),

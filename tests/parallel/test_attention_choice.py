@@ -27,8 +27,8 @@ BAD = [
     ),
     (["model.attention=flash", "model.attention_softcap=5"], "has no soft-caps, and model.attention_softcap=5"),
     (["model.attention=flash", "model.dropout=0.1"], "which model.dropout=0.1 needs; use auto"),
-    (["model.attention=math", "parallel.cp=2"], "without effect at parallel.cp=2"),
-    (["model.global_every=2"], "model.global_every=2: without effect, as no layer has a window"),
+    (["model.attention=math", "parallel.cp=2"], "has no effect with parallel.cp=2"),
+    (["model.global_every=2"], "model.global_every=2: has no effect, as no layer has a window"),
     (["model.global_every=1", "model.sliding_window=4"], "leaves no layer with a window"),
     (
         ["model=deepseek_tiny", "model.sliding_window=4", "parallel=fsdp"],

@@ -178,7 +178,7 @@ def test_a_model_without_such_a_layer_is_refused_in_a_line() -> None:
 
 @pytest.mark.parametrize(
     ("world", "overrides", "said"),
-    [(1, (), "without effect on one rank"), (4, ("parallel.tp=2",), r"not with parallel\.[a-z]+=2")],
+    [(1, (), "has no effect on one rank"), (4, ("parallel.tp=2",), r"not with parallel\.[a-z]+=2")],
 )
 def test_where_it_has_no_place_is_said_in_a_line(world: int, overrides: tuple[str, ...], said: str) -> None:
     config = LAYOUTS["ddp-2"].config(SYNC, *overrides)

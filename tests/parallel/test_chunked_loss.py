@@ -91,7 +91,7 @@ def test_an_8b_model_has_the_logits_of_one_chunk() -> None:
 
 
 REFUSED = {
-    "a vision transformer": (("model=vit_tiny",), "vit_tiny is none of our transformers"),
+    "a vision transformer": (("model=vit_tiny",), "vit_tiny is not one of our transformers"),
     "a loss of one's own": (("train.loss=mine",), "train.loss=mine takes all logits"),
     "accuracy": (("train.metrics=[perplexity,accuracy]",), "the metric accuracy takes all logits"),
     "unused parameters": (("parallel.unused_parameters=true",), "after the model's forward"),

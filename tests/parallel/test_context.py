@@ -219,9 +219,9 @@ def test_gradient_samples_are_of_whole_sequences() -> None:
 # Bad input -----------------------------------------------------------------------------------------------------------
 
 BAD = [
-    (2, (ULYSSES,), "llama", "parallel.context.method=ulysses: without effect at parallel.cp=1; leave it out"),
-    (2, (UNBALANCED,), "llama", "parallel.context.balanced=false: without effect at parallel.cp=1; leave it out"),
-    (2, ("parallel.cp=2", ULYSSES, UNBALANCED), "llama", "parallel.context.balanced=false: without effect at method"),
+    (2, (ULYSSES,), "llama", "parallel.context.method=ulysses: has no effect with parallel.cp=1; leave it out"),
+    (2, (UNBALANCED,), "llama", "parallel.context.balanced=false: has no effect with parallel.cp=1; leave it out"),
+    (2, ("parallel.cp=2", ULYSSES, UNBALANCED), "llama", "parallel.context.balanced=false: has no effect with method"),
     (2, ("parallel.cp=2",), "vit", "parallel.cp=2: model=vit has a class token"),
     (
         2,

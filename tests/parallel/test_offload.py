@@ -256,10 +256,10 @@ def test_a_file_system_in_memory_is_known(tmp_path: Path) -> None:
     [
         (("parallel=ddp", "parallel.offload.optimizer=cpu"), "parallel.offload.optimizer=cpu: only what the zero"),
         (("parallel=ddp", "parallel.offload.parameters=file"), "parallel.offload.parameters=file: only what the zero"),
-        (("parallel=fsdp", "parallel.offload.dir=/tmp"), "parallel.offload.dir=/tmp: without effect, nothing is"),
+        (("parallel=fsdp", "parallel.offload.dir=/tmp"), "parallel.offload.dir=/tmp: has no effect, nothing is"),
         (
             ("parallel=fsdp", "parallel.offload.dir=/tmp", "parallel.offload.optimizer=cpu"),
-            "parallel.offload.dir=/tmp: without effect",
+            "parallel.offload.dir=/tmp: has no effect",
         ),
     ],
 )

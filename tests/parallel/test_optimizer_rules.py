@@ -35,7 +35,7 @@ REFUSED = (
     ("optim.state=8bit parallel.sync.every=5", "not with parallel.sync.every"),
     ("optim.state=8bit parallel=fsdp parallel.offload.parameters=cpu", "not with parallel.offload.parameters"),
     ("optim.state=8bit precision=fp64", "would round the parameters of precision=fp64; use precision=fp32"),
-    ("optim.block_size=64", "optim.block_size=64: without effect; set optim.state=8bit"),
+    ("optim.block_size=64", "optim.block_size=64: has no effect; set optim.state=8bit"),
     (
         "optim.state=8bit model=llama_8b parallel.tp=2 model.feed_forward=14464",
         "leaves a rank 7232 elements of each row of the feed-forward layer's output, no multiple of "
@@ -44,7 +44,7 @@ REFUSED = (
     ("optim=schedule_free optim.schedule.name=cosine", "set optim.schedule.name=constant (optim=schedule_free does)"),
     ("optim=schedule_free optim.ema.decay=0.9", "evaluates with an average of its own; leave one of them out"),
     ("optim=schedule_free optim.betas=[0,0.9]", "without an average; use 0.9, or optim=adamw"),
-    ("optim=schedule_free optim.implementation=fused", "without effect at optim.name=schedule_free; leave it out"),
+    ("optim=schedule_free optim.implementation=fused", "has no effect with optim.name=schedule_free; leave it out"),
     ("optim=schedule_free parallel=server", "where no rank has whole updates; use optim=adamw or ddp"),
     ("optim=schedule_free parallel.sync.every=5", "optim.name=schedule_free"),
     ("optim=schedule_free parallel=fsdp parallel.offload.optimizer=cpu", "not with parallel.offload.optimizer=cpu"),
@@ -52,9 +52,9 @@ REFUSED = (
     ("optim=schedule_free optim.state=bf16", "not with optim.name=schedule_free"),
     ("optim=sgd parallel=fsdp optim.implementation=fused", "torch has no fused SGD over shards"),
     ("optim=sgd optim.sgd.nesterov=true optim.sgd.momentum=0", "optim.sgd.nesterov=true: needs momentum"),
-    ("optim.muon.ns_steps=3", "optim.muon.ns_steps=3: without effect at optim.name=adamw; set optim=muon"),
+    ("optim.muon.ns_steps=3", "optim.muon.ns_steps=3: has no effect with optim.name=adamw; set optim=muon"),
     ("optim.groups=[{match:'*',lr_scale:2}] parallel=server", "servers know no names"),
-    ("optim.ema.start=5", "optim.ema.start=5: without effect; set optim.ema.decay=0.999"),
+    ("optim.ema.start=5", "optim.ema.start=5: has no effect; set optim.ema.decay=0.999"),
     ("optim.ema.decay=0.9 parallel=server", "optim.ema.decay=0.9: not with parallel.server.mode"),
     ("optim.ema.decay=0.9 parallel=fsdp parallel.offload.optimizer=cpu", "leave one of them out"),
 )

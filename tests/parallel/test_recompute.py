@@ -431,8 +431,8 @@ def test_what_matches_nothing_is_one_line(kind: str, more: tuple[str, ...], says
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (("parallel.recompute.every=2",), "every=2: without effect at mode=none"),
-        ((f"{MODE}full", "parallel.recompute.keep=[mm]"), "keep: without effect at mode=full"),
+        (("parallel.recompute.every=2",), "every=2: has no effect with mode=none"),
+        ((f"{MODE}full", "parallel.recompute.keep=[mm]"), "keep: has no effect with mode=full"),
         ((f"{MODE}selective", "parallel.recompute.keep=[]"), "keep=[]: selective without anything to keep"),
         ((f"{MODE}selective", "parallel.recompute.offload=true"), "what mode=selective keeps cannot be moved"),
         ((f"{MODE}selective", *ZERO_BUBBLE), "schedule=zbv splits backward, and torch hands out"),

@@ -31,7 +31,7 @@ REFUSED: list[tuple[int, tuple[str, ...], str]] = [
     (4, ("parallel=zero1", "parallel.dp_shard=1", "parallel.dp_replicate=2", "parallel.tp=2"), "strategy=zero1: has"),
     (1, (SERVERS,), f"{SERVERS}: has no effect on one rank"),
     # what another choice makes idle
-    (2, (SERVERS, "parallel.bucket_mib=1"), f"parallel.bucket_mib=1: without effect at {SERVERS}"),
+    (2, (SERVERS, "parallel.bucket_mib=1"), f"parallel.bucket_mib=1: has no effect with {SERVERS}"),
     (2, (LATE, "parallel.sync_batchnorm=true"), "parallel.sync_batchnorm=true: makes ranks wait for one another"),
     (2, ("parallel.server.hybrid=true",), "parallel.server.hybrid=true: has no effect with parallel.server.mode=none"),
     (2, ("parallel.sync_batchnorm=true",), "parallel.sync_batchnorm=true: model=llama_tiny has no BatchNorm"),
@@ -52,10 +52,14 @@ REFUSED: list[tuple[int, tuple[str, ...], str]] = [
         (APART, "optim=muon"),
         f"{APART}: optim.name=muon is not made for copies that train apart; use optim=adamw or sgd",
     ),
-    (2, (APART, "optim.ema.decay=0.9"), f"{APART}: there would be an average of the weights a copy; leave out optim.e"),
+    (
+        2,
+        (APART, "optim.ema.decay=0.9"),
+        f"{APART}: each copy would have its own average of the weights",
+    ),
     (2, (APART, "precision=fp16"), f"{APART}: each copy would have a loss scale of its own; use precision=bf16"),
     (2, (APART, "parallel.sync.overlap=10"), f"parallel.sync.overlap=10: must be less than {APART}"),
-    (2, (APART, "parallel.sync.fragments=11"), "parallel.sync.fragments=11: one is exchanged in a step"),
+    (2, (APART, "parallel.sync.fragments=11"), "parallel.sync.fragments=11: one fragment is exchanged in a step"),
     (2, (APART, "parallel.sync.merge=0.1"), "parallel.sync.merge=0.1: has no effect without parallel.sync.overlap"),
     (2, (APART, "parallel.sync.block=16"), "parallel.sync.block=16: has no effect without parallel.sync.compression"),
     (

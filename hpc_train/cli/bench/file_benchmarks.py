@@ -34,7 +34,7 @@ def _data(args: argparse.Namespace) -> int:
 
 def add_loader(kinds: CommandGroup) -> None:
     """Add `bench loader`."""
-    summary = "compare the speed of the loader of training with two ways to do it with `datasets`"
+    summary = "compare the speed of training's data loader with two ways to use `datasets`"
     loader = add_benchmark(kinds, "loader", summary, _loader)
     loader.add_argument("source", nargs="+", metavar="SOURCE", help="files or folders, as for `data build`")
     loader.add_argument("--tokenizer", required=True, metavar="PATH", help="tokenizer.json, or a folder with one")

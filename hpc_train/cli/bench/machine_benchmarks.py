@@ -119,7 +119,7 @@ def add_gpu(kinds: CommandGroup) -> None:
     add("--minutes", type=float, default=defaults.minutes, metavar="N", help="time for all parts (default 10)")
     add("--out", default=defaults.out, metavar="NAME", help=f"write NAME.md and NAME.json (default {defaults.out})")
     add("--device", choices=("cuda", "cpu"), default=defaults.device, help="cpu: only with --quick (default cuda)")
-    add("--quick", action="store_true", help="tiny shapes, to try whether the parts run")
+    add("--quick", action="store_true", help="tiny shapes, to see whether the parts run")
     add("--inside", action="store_true", help=argparse.SUPPRESS)  # a part's own process
     add_json(gpu)
     add_examples(

@@ -155,7 +155,9 @@ def _loss(args: argparse.Namespace) -> int:
 
 def add_scaling(kinds: CommandGroup) -> None:
     """Add `bench scaling`."""
-    scaling = add_benchmark(kinds, "scaling", "measure strong and weak scaling, and where more stops paying", _scaling)
+    scaling = add_benchmark(
+        kinds, "scaling", "measure strong and weak scaling, and where more ranks no longer pay", _scaling
+    )
     scaling.add_argument("sizes", metavar="SIZES", help="ranks=1,2,4 here, or nodes=1,2,4 with launch=slurm")
     add_overrides(scaling, config_dir=False)
     add_number(scaling, "--steps", 24, "steps of a run")

@@ -114,7 +114,7 @@ def _add_verify(commands: CommandGroup) -> None:
     which = command.add_mutually_exclusive_group()
     which.add_argument("--step", metavar="N", type=_natural, help="verify this step")
     which.add_argument("--all", action="store_true", help="verify every step")
-    command.add_argument("--jobs", metavar="N", type=_positive, help="threads (default: one a core, at most 8)")
+    command.add_argument("--jobs", metavar="N", type=_positive, help="threads (default: one per core, at most 8)")
     add_examples(
         command, "hpc-train checkpoint verify runs/first", "hpc-train checkpoint verify runs/first --all --json"
     )
@@ -177,7 +177,7 @@ def _add_export(commands: CommandGroup) -> None:
         metavar="FILE",
         help="hf, --adapter, --merged: the run's config.yaml, if it is not in the run directory",
     )
-    command.add_argument("--base", metavar="FOLDER", help="where the folder of the run's model.path is now")
+    command.add_argument("--base", metavar="FOLDER", help="where the run's model.path is now, if it was moved")
     add_examples(
         command,
         "hpc-train checkpoint export runs/first hf_model --format hf --dtype bfloat16",
@@ -210,7 +210,7 @@ def _add_import(commands: CommandGroup) -> None:
         help="hf: a transformers folder; safetensors, dcp, torch: files with our tensor names (pickles are not run)",
     )
     command.add_argument(
-        "--prefix", metavar="P", default="", help="take only names that begin with P, and remove it; such as model."
+        "--prefix", metavar="P", default="", help="import only names that begin with P, such as model., without it"
     )
     command.add_argument(
         "--dtype", choices=("float32", "float64"), help="convert the weights (default: narrower floats to float32)"

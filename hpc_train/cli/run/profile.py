@@ -36,11 +36,11 @@ _WITHOUT = {"checkpoint.every": "0", "train.eval_every": "0"}
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `profile`."""
-    add_overrides(command, "a run that is running, or has been traced; or settings, as of train, for a new run here")
+    add_overrides(command, "a run that is running or was traced, or settings of a new run here, as for `train`")
     command.add_argument(
         "--steps",
         metavar="FIRST:LAST",
-        help=f"steps to trace (default: {_NEW_STEPS} of a new run, {_STEPS_OF_RUNNING} soon of a running one)",
+        help=f"steps to trace (default: {_NEW_STEPS} of a new run, the next {_STEPS_OF_RUNNING} of a running one)",
     )
     command.add_argument(
         "--ranks", type=rank_ranges, metavar="R", help="ranks that write a trace, as 0,8-15 (default: 0)"
@@ -49,12 +49,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--stacks",
         type=whole_number(1),
         metavar="N",
-        help="instead of a trace: look N times at which line of Python each rank of a running job is",
+        help="instead of a trace: sample N times which line of Python each rank of a running job executes",
     )
     command.add_argument(
         "--rows", type=whole_number(1), default=12, metavar="N", help="rows of each table (default 12)"
     )
-    add_json(command, "print the tables as JSON, whole")
+    add_json(command, "print the whole tables as JSON")
     add_examples(
         command,
         "hpc-train profile model=llama_tiny parallel=fsdp --steps 10:14 --ranks 0,1",

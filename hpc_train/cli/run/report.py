@@ -21,12 +21,17 @@ if TYPE_CHECKING:
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `report`."""
     add_run(command)
-    command.add_argument("other", nargs="?", metavar="RUN", help="a second run: say which part of a step moved")
+    command.add_argument(
+        "other", nargs="?", metavar="RUN", help="a second run to compare: which part of a step has changed"
+    )
     command.add_argument("--out", metavar="DIR", help="folder for the page and its data (default: the last run's)")
     command.add_argument(
-        "--try", action="store_true", dest="experiments", help="print the commands of the next experiments, and no page"
+        "--try",
+        action="store_true",
+        dest="experiments",
+        help="print commands for the next experiments instead of writing a page",
     )
-    add_json(command, "print what report.json holds; write no files, unless --out is given")
+    add_json(command, "print the content of report.json; write files only if --out is given")
     add_examples(
         command,
         "hpc-train report runs/first",

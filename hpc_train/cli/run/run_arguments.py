@@ -14,7 +14,9 @@ def add_status(command: argparse.ArgumentParser) -> None:
     output = command.add_mutually_exclusive_group()
     output.add_argument("-w", "--watch", action="store_true", help="redraw the table until every run has ended")
     output.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument("--goodput", action="store_true", help="show what node-hours were spent on, not the table")
+    command.add_argument(
+        "--goodput", action="store_true", help="show what node-hours were spent on instead of the table"
+    )
     add_examples(
         command,
         "hpc-train status runs/first",

@@ -33,12 +33,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         type=whole_number(_LEAST_SECONDS),
         default=_LEAST_SECONDS,
         metavar="N",
-        help="between two looks (default 2)",
+        help="seconds between updates (default 2)",
     )
-    command.add_argument(
-        "--once", action="store_true", help="print once and exit, as it does where stdout is no terminal"
-    )
-    add_json(command, "print one look as JSON")
+    command.add_argument("--once", action="store_true", help="print once and exit (always if stdout is not a terminal)")
+    add_json(command, "print once, as JSON")
     add_examples(
         command, "hpc-train top runs/first", "hpc-train top 1234 --seconds 10", "hpc-train top runs/first --json"
     )

@@ -16,13 +16,13 @@ def check_context_rules(config: RunConfig, degrees: Degrees) -> None:
         return
     if context.method == "ulysses" and not context.balanced:
         raise UserError(
-            "parallel.context.balanced=false: without effect at method=ulysses, whose ranks all have whole sequences; "
+            "parallel.context.balanced=false: has no effect with method=ulysses, whose ranks all have whole sequences; "
             "leave it out"
         )
     if isinstance(model, VisionTransformerConfig):
         raise UserError(
-            f"parallel.cp={degrees.cp}: model={model.name} has a class token, which leaves its sequence in no equal "
-            "parts; spread over dp_replicate and dp_shard"
+            f"parallel.cp={degrees.cp}: model={model.name} has a class token, so its sequence does not divide into "
+            "equal parts; spread over dp_replicate and dp_shard"
         )
     if isinstance(model, TransformerConfig):
         _check_model(model, config, degrees)
@@ -35,7 +35,7 @@ def _check_unused(context: ContextConfig) -> None:
         value = getattr(context, name)
         if value != getattr(default, name):
             written = str(value).lower()
-            raise UserError(f"parallel.context.{name}={written}: without effect at parallel.cp=1; leave it out")
+            raise UserError(f"parallel.context.{name}={written}: has no effect with parallel.cp=1; leave it out")
 
 
 def _check_model(model: TransformerConfig, config: RunConfig, degrees: Degrees) -> None:
@@ -77,13 +77,13 @@ def check_attention_rules(config: RunConfig, degrees: Degrees) -> None:
         )
     if kernel != "math" and model.dropout > 0:
         raise UserError(
-            f"{option}: takes no masks of weights, which model.dropout={model.dropout:g} needs; use auto, or "
+            f"{option}: has no dropout of attention weights, which model.dropout={model.dropout:g} needs; use auto, or "
             "model.dropout=0"
         )
     if degrees.cp > 1 and config.parallel.context.method == "ring":
         raise UserError(
-            f"{option}: without effect at parallel.cp={degrees.cp}, where the ring computes attention in blocks of its "
-            "own; use auto, or parallel.context.method=ulysses"
+            f"{option}: has no effect with parallel.cp={degrees.cp}, where the ring computes attention in blocks of "
+            "its own; use auto, or parallel.context.method=ulysses"
         )
     if config.precision.name in ("fp64", "fp32") and kernel in ("cudnn", "flash") and config.cluster.gpu.name:
         raise UserError(

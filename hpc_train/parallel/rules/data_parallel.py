@@ -112,7 +112,10 @@ def check_gradient_rules(config: RunConfig, degrees: Degrees) -> None:
     _check_warm_up(config)
     _check_mpi(config)
     if config.parallel.static_graph and config.parallel.unused_parameters:
-        raise UserError("parallel.unused_parameters=true: without effect at static_graph=true, which finds them once")
+        raise UserError(
+            "parallel.unused_parameters=true: has no effect with static_graph=true, which finds the unused ones "
+            "in the first step; leave it out"
+        )
     if config.parallel.sync_batchnorm:
         _check_batch_norm(degrees)
 
@@ -132,7 +135,7 @@ def _list_ddp_options(config: RunConfig) -> list[str]:
 def _check_ddp(option: str, config: RunConfig, degrees: Degrees) -> None:
     parallel = config.parallel
     if parallel.server.mode != "none":
-        raise UserError(f"{option}: without effect at parallel.server.mode={parallel.server.mode}; leave it out")
+        raise UserError(f"{option}: has no effect with parallel.server.mode={parallel.server.mode}; leave it out")
     if parallel.strategy != "ddp":
         raise UserError(f"{option}: belongs to ddp, not to {parallel.strategy}; leave it out, or use strategy=ddp")
     if uses_fully_shard(config, degrees):
@@ -143,7 +146,7 @@ def _check_ddp(option: str, config: RunConfig, degrees: Degrees) -> None:
             "or spread over dp_replicate"
         )
     if degrees.world == 1:
-        raise UserError(f"{option}: without effect on one rank, which reduces nothing; leave it out, or use more ranks")
+        raise UserError(f"{option}: has no effect on one rank, which reduces nothing; leave it out, or use more ranks")
 
 
 def _check_compression(config: RunConfig) -> None:
@@ -153,7 +156,7 @@ def _check_compression(config: RunConfig) -> None:
         value = getattr(compression, name)
         if value != getattr(CompressionConfig(), name) and method not in methods:
             raise UserError(
-                f"parallel.compression.{name}={format_override_value(value)}: without effect at method={method}; "
+                f"parallel.compression.{name}={format_override_value(value)}: has no effect with method={method}; "
                 f"use {' or '.join(methods)}"
             )
     if method in ("fp16", "bf16") and precision == "fp64":
@@ -199,4 +202,4 @@ def _check_batch_norm(degrees: Degrees) -> None:
                 "spread over dp_replicate and dp_shard"
             )
     if degrees.world == 1:
-        raise UserError("parallel.sync_batchnorm=true: without effect on one rank; leave it out, or use more ranks")
+        raise UserError("parallel.sync_batchnorm=true: has no effect on one rank; leave it out, or use more ranks")

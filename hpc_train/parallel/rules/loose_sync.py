@@ -33,7 +33,7 @@ def _check_copies(config: RunConfig, degrees: Degrees, option: str) -> None:
     for pipeline_option in ("timeline", "resplit"):
         if getattr(config.parallel.pipeline, pipeline_option):
             raise UserError(
-                f"{option}: parallel.pipeline.{pipeline_option}=true writes one file a run, and every copy has a "
+                f"{option}: parallel.pipeline.{pipeline_option}=true writes one file per run, and every copy has a "
                 "pipeline of its own; leave it out"
             )
     batch, copies = config.train.global_batch, degrees.dp_replicate
@@ -61,7 +61,7 @@ def _check_techniques(config: RunConfig, option: str) -> None:
             f"{option}: optim.name={config.optim.name} is not made for copies that train apart; use optim=adamw or sgd"
         )
     if config.optim.ema.decay is not None:
-        raise UserError(f"{option}: there would be an average of the weights a copy; leave out optim.ema.decay")
+        raise UserError(f"{option}: each copy would have its own average of the weights; leave out optim.ema.decay")
     if config.precision.name == "fp16":
         raise UserError(f"{option}: each copy would have a loss scale of its own; use precision=bf16 or fp32")
 
@@ -100,8 +100,8 @@ def _check_exchange(config: RunConfig, option: str) -> None:
         raise UserError(f"parallel.sync.overlap={sync.overlap}: must be less than {option}; lower it, or raise every")
     if sync.fragments > sync.every:
         raise UserError(
-            f"parallel.sync.fragments={sync.fragments}: one is exchanged in a step, and there are {sync.every} steps "
-            f"until its turn comes again; use {sync.every} at most, or a larger parallel.sync.every"
+            f"parallel.sync.fragments={sync.fragments}: one fragment is exchanged in a step, and each in every "
+            f"{sync.every} steps; use {sync.every} at most, or a larger parallel.sync.every"
         )
     if sync.merge != default.merge and sync.overlap == 0:
         raise UserError(

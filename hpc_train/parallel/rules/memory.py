@@ -20,9 +20,11 @@ def check_memory_rules(config: RunConfig, degrees: Degrees) -> None:
 def _check_recompute(recompute: RecomputeConfig) -> None:
     mode, default = recompute.mode, RecomputeConfig()
     if mode == "none" and recompute.every != default.every:
-        raise UserError(f"parallel.recompute.every={recompute.every}: without effect at mode=none; use full, selective")
+        raise UserError(
+            f"parallel.recompute.every={recompute.every}: has no effect with mode=none; use mode=full or mode=selective"
+        )
     if mode != "selective" and recompute.keep != default.keep:
-        raise UserError(f"parallel.recompute.keep: without effect at mode={mode}; use mode=selective")
+        raise UserError(f"parallel.recompute.keep: has no effect with mode={mode}; use mode=selective")
     if mode == "selective" and not recompute.keep:
         raise UserError("parallel.recompute.keep=[]: selective without anything to keep; use mode=full")
     if mode == "selective" and recompute.offload:
@@ -93,7 +95,7 @@ def check_offload_rules(config: RunConfig, degrees: Degrees) -> None:
             )
     if offload.dir is not None and "file" not in offloads.values():
         raise UserError(
-            f"parallel.offload.dir={offload.dir}: without effect, nothing is offloaded to a file; set "
+            f"parallel.offload.dir={offload.dir}: has no effect, nothing is offloaded to a file; set "
             "parallel.offload.optimizer=file or parallel.offload.parameters=file"
         )
 
@@ -106,8 +108,8 @@ def check_loss_rules(config: RunConfig, degrees: Degrees) -> None:
     option = f"train.loss_chunk={train.loss_chunk}"
     if not isinstance(config.model, TransformerConfig):
         raise UserError(
-            f"{option}: model={config.model.name} is none of our transformers, whose output layer and loss are known; "
-            "use train.loss_chunk=0"
+            f"{option}: model={config.model.name} is not one of our transformers, whose output layer and loss are "
+            "known; use train.loss_chunk=0"
         )
     if train.loss is not None:
         raise UserError(f"{option}: train.loss={train.loss} takes all logits; use train.loss_chunk=0")

@@ -34,7 +34,7 @@ def _check_effect(config: RunConfig) -> None:
         settings = getattr(optim, name)
         if name != optim.name and settings != kind():
             changed = format_changed_setting(settings)
-            raise UserError(f"optim.{name}.{changed}: without effect at optim.name={optim.name}; set optim={name}")
+            raise UserError(f"optim.{name}.{changed}: has no effect with optim.name={optim.name}; set optim={name}")
     if optim.groups and optim.name not in OPTIMIZERS:
         raise UserError(
             f"optim.groups: optim.name={optim.name} makes its own groups; give it its settings with optim.args, or use "
@@ -43,7 +43,7 @@ def _check_effect(config: RunConfig) -> None:
     if optim.sgd.nesterov and optim.sgd.momentum == 0:
         raise UserError("optim.sgd.nesterov=true: needs momentum; set optim.sgd.momentum=0.9")
     if optim.ema.decay is None and optim.ema != EmaConfig():
-        raise UserError(f"optim.ema.{format_changed_setting(optim.ema)}: without effect; set optim.ema.decay=0.999")
+        raise UserError(f"optim.ema.{format_changed_setting(optim.ema)}: has no effect; set optim.ema.decay=0.999")
 
 
 def _check_servers(config: RunConfig) -> None:
@@ -110,7 +110,7 @@ def _check_schedule_free(config: RunConfig) -> None:
         raise UserError("optim.betas.0=0: leaves optim.name=schedule_free without an average; use 0.9, or optim=adamw")
     if optim.implementation != "auto":
         raise UserError(
-            f"optim.implementation={optim.implementation}: is of torch's AdamW, and without effect at "
+            f"optim.implementation={optim.implementation}: belongs to torch's AdamW, and has no effect with "
             "optim.name=schedule_free; leave it out"
         )
 
@@ -151,7 +151,7 @@ def _check_blocks(config: RunConfig, degrees: Degrees) -> None:
     optim = config.optim
     if optim.state != "8bit":
         if optim.block_size != OptimConfig().block_size:
-            raise UserError(f"optim.block_size={optim.block_size}: without effect; set optim.state=8bit")
+            raise UserError(f"optim.block_size={optim.block_size}: has no effect; set optim.state=8bit")
         return
     for name, shape in list_split_rows(config.model).items():
         part = shape[-1] // degrees.tp

@@ -31,7 +31,7 @@ def _check_place(config: RunConfig, degrees: Degrees, mode: str) -> None:
     if degrees.world == 1:
         raise UserError(f"{mode}: has no effect on one rank; leave it out, or use more ranks")
     if parallel.bucket_mib is not None:
-        raise UserError(f"parallel.bucket_mib={parallel.bucket_mib:g}: without effect at {mode}; leave it out")
+        raise UserError(f"parallel.bucket_mib={parallel.bucket_mib:g}: has no effect with {mode}; leave it out")
     if parallel.sync_batchnorm and parallel.server.mode == "asynchronous":
         raise UserError(
             f"parallel.sync_batchnorm=true: makes ranks wait for one another, which {mode} is there to avoid; leave it "
@@ -50,7 +50,7 @@ def _check_counts(server: ServerConfig, degrees: Degrees, mode: str) -> None:
     if server.mode == "peer" and server != unused:
         raise UserError(f"{mode}: has no servers; leave the other keys of parallel.server out")
     if server.mode == "synchronous" and server.staleness != unused.staleness:
-        raise UserError(f"parallel.server.staleness={server.staleness}: has an effect with mode=asynchronous only")
+        raise UserError(f"parallel.server.staleness={server.staleness}: only has an effect with mode=asynchronous")
     for key in ("servers", "replicas"):
         if getattr(server, key) > degrees.world:
             raise UserError(

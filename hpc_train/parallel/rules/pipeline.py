@@ -50,7 +50,7 @@ def _check_named(config: RunConfig, degrees: Degrees) -> None:
     name = pipeline.schedule
     if name not in REQUIREMENTS:
         near = suggest_names(name, REQUIREMENTS)
-        raise UserError(f"parallel.pipeline.schedule={name}: no such schedule, and no file .csv; {near}")
+        raise UserError(f"parallel.pipeline.schedule={name}: no such schedule, and no .csv file; {near}")
     virtual = pipeline.virtual_stages or REQUIREMENTS[name].virtual_stages
     generate.check_schedule(name, degrees.pp, count_micro_batches(config, degrees), virtual)
 
@@ -122,7 +122,7 @@ def _check_options(config: RunConfig) -> None:
         )
     if pipeline.resplit and not config.checkpoint.every:
         raise UserError(
-            "parallel.pipeline.resplit=true: has an effect at a resume only, and checkpoint.every=0 saves nothing to "
+            "parallel.pipeline.resplit=true: only has an effect on a resume, and checkpoint.every=0 saves nothing to "
             "resume from; leave it out, or save"
         )
     if config.parallel.compile and splits_backward(pipeline):

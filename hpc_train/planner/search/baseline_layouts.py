@@ -61,7 +61,7 @@ def baseline_kinds(space: SearchSpace, per_node: int) -> list[BaselineKind]:
     batch = None
     if shape.global_batch % world:
         batch = f"a batch of {shape.global_batch:,} does not divide over {world:,} data-parallel ranks"
-    ddp = None if shape.ddp_can_reduce else "DistributedDataParallel cannot reduce in precision.reduce"
+    ddp = None if shape.ddp_reduces else "DistributedDataParallel cannot reduce in precision.reduce"
     kinds = [
         BaselineKind("plain dp", {"ep": (1.0,), **_DATA_PARALLEL, "zero": (0.0,), "dp_shard": (1.0,)}, batch or ddp),
         BaselineKind("FSDP", {**_DATA_PARALLEL, "zero": (3.0,), "dp_shard": (float(world),)}, batch),

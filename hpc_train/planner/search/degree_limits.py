@@ -25,30 +25,30 @@ class DegreeLimits:
     vocab: int
     sequence: int
     global_batch: int
-    is_image_model: bool = False
-    """Whether the model is a vision transformer, whose positions cannot be split."""
+    images: bool = False
+    """The model is a vision transformer, whose positions cannot be split."""
     ulysses: bool = False
     """parallel.context.method=ulysses is fixed."""
     balanced: bool = True
     """parallel.context.balanced."""
-    splits_vocabulary: bool = True
+    vocabulary: bool = True
     """parallel.tensor.vocabulary."""
-    ddp_can_reduce: bool = True
+    ddp_reduces: bool = True
     """Whether DistributedDataParallel can reduce in precision.reduce."""
-    has_device_memory: bool = True
+    device: bool = True
     """Whether ranks have device memory separate from the host's."""
-    may_split_backward: bool = True
+    split_backward: bool = True
     """Whether schedules that split backward are allowed: not with compilation, and not with experts."""
     experts: int = 0
     """Experts of a layer; 0: none."""
-    may_use_tp: bool = True
+    tensor: bool = True
     """Whether tp is allowed: not with products in 8 bits, norms over all heads, or dropout of adapters."""
-    moment_blocks: int = 0
-    """Blocks of 8-bit moments in a row that tp splits, which tp must divide; 0: no such limit."""
-    may_split_positions: bool = True
+    blocks: int = 0
+    """Number that tp must also divide: blocks of 8-bit moments in a row that tp splits; 0: no such limit."""
+    positions: bool = True
     """Whether tp may split positions between layers: not in models of transformers, whose hidden states are whole."""
-    trains_adapters: bool = False
-    """Whether only adapters are trained, which excludes asynchronous tp and ep."""
+    adapter: bool = False
+    """Only adapters are trained, which excludes asynchronous tp and ep."""
 
 
 def find_degree_limits(config: RunConfig, global_batch: int | None = None) -> DegreeLimits:
@@ -68,20 +68,20 @@ def find_degree_limits(config: RunConfig, global_batch: int | None = None) -> De
         vocab=model.vocab_size if isinstance(model, TransformerConfig) else model.classes,
         sequence=config.train.sequence_length,
         global_batch=global_batch or config.train.global_batch,
-        is_image_model=images,
+        images=images,
         ulysses=parallel.context.method == "ulysses",
         balanced=parallel.context.balanced,
-        splits_vocabulary=parallel.tensor.vocabulary,
-        has_device_memory=config.cluster.node.gpus > 0,
-        ddp_can_reduce=config.precision.reduce == native,
-        may_split_backward=not parallel.compile and not experts,
+        vocabulary=parallel.tensor.vocabulary,
+        device=config.cluster.node.gpus > 0,
+        ddp_reduces=config.precision.reduce == native,
+        split_backward=not parallel.compile and not experts,
         experts=experts,
-        may_use_tp=config.precision.float8 == "none"
+        tensor=config.precision.float8 == "none"
         and getattr(model, "query_key_norm", "none") != "full"
         and config.adapter.dropout == 0,
-        moment_blocks=_count_split_blocks(config),
-        may_split_positions=not isinstance(model, CountedTransformer),
-        trains_adapters=config.adapter.kind != "none",
+        blocks=_count_split_blocks(config),
+        positions=not isinstance(model, CountedTransformer),
+        adapter=config.adapter.kind != "none",
     )
 
 
@@ -102,13 +102,13 @@ def list_divisors(number: int, others: Iterable[float] | None = None) -> list[in
 
 def list_tensor_degrees(shape: DegreeLimits, world: int) -> list[int]:
     """List the degrees of tp that divide the matrices (parallel.rules.tensor) and the world."""
-    if not shape.may_use_tp:
+    if not shape.tensor:
         return [1]
-    sizes = (shape.heads, shape.feed_forward, shape.moment_blocks)
+    sizes = (shape.heads, shape.feed_forward, shape.blocks)
     degrees = [n for n in list_divisors(world) if not any(size % n for size in sizes)]
-    if shape.is_image_model:
+    if shape.images:
         return degrees
-    if not shape.splits_vocabulary:
+    if not shape.vocabulary:
         return degrees[1:]  # with tp=1 the setting has no effect, which the trainer refuses
     return [tp for tp in degrees if -(-shape.vocab // tp) * (tp - 1) < shape.vocab]
 
@@ -118,9 +118,9 @@ def list_context_degrees(shape: DegreeLimits, world: int, tp: int) -> list[tuple
 
     cp=1 is listed unless the run sets an option that needs more than one rank.
     """
-    needs_ranks = shape.ulysses or not shape.balanced
-    degrees = [] if needs_ranks else [(1, 0)]
-    if shape.is_image_model:
+    changed = shape.ulysses or not shape.balanced
+    degrees = [] if changed else [(1, 0)]
+    if shape.images:
         return degrees
     for cp in list_divisors(world)[1:]:
         if not shape.ulysses and shape.sequence % (2 * cp if shape.balanced else cp) == 0:

@@ -73,8 +73,9 @@ def _context_choices(space: SearchSpace, ranks: int, tp: int) -> list[tuple[int,
 
 def list_expert_degrees(space: SearchSpace, ranks: int) -> list[int]:
     """List the degrees of ep that divide the experts and the `ranks` of dp_shard x cp (parallel.rules.experts)."""
-    may_split = space.shape.experts > 0 and not space.shape.trains_adapters
-    possible = list_divisors(math.gcd(space.shape.experts, ranks)) if may_split else [1]
+    possible = (
+        list_divisors(math.gcd(space.shape.experts, ranks)) if space.shape.experts and not space.shape.adapter else [1]
+    )
     return [int(ep) for ep in space.fixed.of("ep", possible)]
 
 
@@ -89,7 +90,7 @@ def _zero_choices(space: SearchSpace, replicate: int, shard: int, cp: int, shard
     """Yield the allowed (zero, reshard). sharded: fully_shard is used with any strategy. cp counts as sharding."""
     fixed = space.fixed
     # 0 is ddp. It cannot shard, and DistributedDataParallel reduces in the parameters' own format only.
-    possible = [0] if shard == 1 and (sharded or space.shape.ddp_can_reduce) else []
+    possible = [0] if shard == 1 and (sharded or space.shape.ddp_reduces) else []
     possible += [1, 2, 3] if shard * cp > 1 else []
     for zero in fixed.of("zero", possible):
         # Only zero 3 has a choice: zero 1 and 2 keep parameters gathered in any case.
@@ -104,9 +105,8 @@ def _tensor_choices(space: SearchSpace, tp: int, cp: int) -> Iterator[tuple[int,
         if fixed.of("sequence_parallel", [1]) and fixed.of("overlap_tensor", [0]):
             yield 1, 0
         return
-    images, adapter = space.shape.is_image_model, space.shape.trains_adapters
-    position_choices = [1] if images else [1, 0] if space.shape.may_split_positions else [0]
-    for sequence in fixed.of("sequence_parallel", position_choices):
+    images, adapter = space.shape.images, space.shape.adapter
+    for sequence in fixed.of("sequence_parallel", [1] if images else [1, 0] if space.shape.positions else [0]):
         if sequence and not images and space.shape.sequence % (cp * tp):
             continue  # tp splits what cp leaves of the positions
         for overlap in fixed.of("overlap_tensor", [0, 1] if sequence and not (images or adapter) else [0]):
@@ -281,7 +281,7 @@ def _schedule_rows(space: SearchSpace, pp: int, rows: int) -> Iterator[tuple[int
     for code in codes:
         needs = REQUIREMENTS[SCHEDULES[code]]
         split = pp > 1 and needs.splits_backward
-        if split and not shape.may_split_backward:
+        if split and not shape.split_backward:
             continue
         for virtual in fixed.of("virtual_stages", _virtual_stages(shape.layers, pp, needs)):
             legal = [(code, size) for size in sizes if _allows_micro_batches(needs, pp, -(-rows // size))]
@@ -337,7 +337,7 @@ def _techniques(space: SearchSpace, kind: _Kind) -> Techniques:
     pairs = [(mode, every) for mode in modes if not (no_selective and mode == 1) for every in _every(mode, kind)]
     pairs = [(mode, every) for mode, every in pairs if fixed.of("recompute_every", [every])]
     # Activations that selective recomputation stores cannot be offloaded (parallel.rules.memory).
-    moved = fixed.of("offload_activations", [0, 1] if space.shape.has_device_memory else [0])
+    moved = fixed.of("offload_activations", [0, 1] if space.shape.device else [0])
     ways = [
         (*pair, move) for move, pair in product(moved, pairs) if not (move and RECOMPUTE[int(pair[0])] == "selective")
     ]

@@ -1,6 +1,7 @@
 """Write the report of a run: report.html, one file that needs no network and no script, and report.json.
 
-What is on the page is in page.html and style.css beside this file; a chart is added in run_charts.py.
+What is on the page is in page.html and style.css beside this file; base.html is the frame that all pages
+share. A chart is added in run_charts.py.
 """
 
 from __future__ import annotations
@@ -139,18 +140,25 @@ def render_page(summary: RunSummary, drawn: Sequence[Chart], data: dict[str, Any
 
 
 def render_template(name: str, **values: Any) -> str:
-    """Render a template of this package: every value is escaped, and a name that is missing is an error."""
-    from jinja2 import Environment, StrictUndefined
+    """Render a template of this folder: every value is escaped, and a name that is missing is an error."""
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
+
+    files = resources.files("hpc_train.report.pages")
 
     # Names, reasons and log lines come from anywhere: the page is opened in a browser that may be logged in elsewhere.
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=FunctionLoader(lambda file: files.joinpath(file).read_text()),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.filters["seconds"] = lambda value: "-" if value is None else format_seconds(value)
     environment.filters["setting"] = format_setting
     environment.filters["percent"] = lambda value: "-" if value is None else f"{value:.1%}"
     environment.filters["when"] = lambda value: datetime.fromtimestamp(value).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-    files = resources.files("hpc_train.report.pages")
     style = mark_safe(files.joinpath("style.css").read_text())
-    return environment.from_string(files.joinpath(name).read_text()).render(style=style, **values)
+    return environment.get_template(name).render(style=style, **values)
 
 
 def mark_safe(text: str) -> Any:
