@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hpc_train.checkpoint.errors import CheckpointError, Problem
     from hpc_train.checkpoint.load.load_step import ResumedStep, load_step, resume_from_checkpoint
     from hpc_train.checkpoint.load.verify import find_newest_verified, verify_step
-    from hpc_train.checkpoint.save.incremental import IncrementalWriter
+    from hpc_train.checkpoint.save.incremental.incremental_writer import IncrementalWriter
     from hpc_train.checkpoint.save.save_step import SaveResult, save_step
     from hpc_train.checkpoint.save.saver import Saver
     from hpc_train.checkpoint.storage.retention import prune_steps
@@ -34,7 +34,7 @@ _MODULES = {
     "errors": ("CheckpointError", "Problem"),
     "load.load_step": ("ResumedStep", "load_step", "resume_from_checkpoint"),
     "load.verify": ("find_newest_verified", "verify_step"),
-    "save.incremental": ("IncrementalWriter",),
+    "save.incremental.incremental_writer": ("IncrementalWriter",),
     "save.save_step": ("SaveResult", "save_step"),
     "save.saver": ("Saver",),
     "storage.retention": ("prune_steps",),

@@ -14,7 +14,7 @@ from hpc_train.traffic.axes import Flow
 
 TENSOR_AXES = ("tp",)
 MIN_CHUNK_BYTES = 1 << 18
-"""Minimum bytes of a chunk in parallel/tensor/ring_matmul.py: below it, latency costs more than overlap gains."""
+"""Minimum bytes of a chunk in parallel/tensor/ring_exchange.py: below it, latency costs more than overlap gains."""
 MOST_CHUNKS = 4
 """Chunks that it cuts a shard into, at most, because small products run slowly."""
 

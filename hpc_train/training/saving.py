@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from hpc_train.checkpoint import CheckpointError, Saver, SaveResult, prune_steps
 from hpc_train.checkpoint.provenance import Origin, encode_provenance, hash_file, hash_text, identify_code
-from hpc_train.checkpoint.save.incremental import IncrementalWriter
+from hpc_train.checkpoint.save.incremental.incremental_writer import IncrementalWriter
 from hpc_train.checkpoint.save.local_stage import LocalStage
 from hpc_train.checkpoint.save.writer_group import WriterSharing
 from hpc_train.checkpoint.storage.checkpoint_directory import CheckpointDirectory, LustreStriper

@@ -30,7 +30,7 @@ from hpc_train.checkpoint import CheckpointError, Saver, load_step, resume_from_
 from hpc_train.checkpoint.format.block_digests import digest_blocks
 from hpc_train.checkpoint.format.manifest import read_manifest
 from hpc_train.checkpoint.load.verified_reader import read_digest_table
-from hpc_train.checkpoint.save.incremental import IncrementalWriter, SharingLimits
+from hpc_train.checkpoint.save.incremental.incremental_writer import IncrementalWriter, SharingLimits
 from hpc_train.checkpoint.storage.file_system import checksum_bytes
 from hpc_train.cli.checkpoint.convert import reshard_command
 from hpc_train.interfaces import TensorShard

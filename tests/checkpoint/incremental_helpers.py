@@ -11,7 +11,7 @@ from torch import Tensor
 from hpc_train.checkpoint import Saver, SaveResult, verify_step
 from hpc_train.checkpoint.format.hdf5_index import find_index_problem
 from hpc_train.checkpoint.format.manifest import Manifest, read_manifest
-from hpc_train.checkpoint.save.incremental import IncrementalWriter, SharingLimits
+from hpc_train.checkpoint.save.incremental.incremental_writer import IncrementalWriter, SharingLimits
 
 SMALL = SharingLimits(least=0, run=1024)
 

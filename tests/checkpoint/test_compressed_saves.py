@@ -46,7 +46,7 @@ from hpc_train.checkpoint.format.compressed_chunks import (
 from hpc_train.checkpoint.format.hdf5_index import find_index_problem
 from hpc_train.checkpoint.format.hdf5_layout import DatasetRow
 from hpc_train.checkpoint.format.manifest import read_manifest as read_manifest
-from hpc_train.checkpoint.save.incremental import IncrementalWriter, SharingLimits
+from hpc_train.checkpoint.save.incremental.incremental_writer import IncrementalWriter, SharingLimits
 from hpc_train.interfaces import World
 from hpc_train.testing import run_ranks
 

@@ -24,7 +24,7 @@ from hpc_train.checkpoint import Saver
 from hpc_train.checkpoint.format import compressed_chunks, integer_columns, manifest, manifest_encoding
 from hpc_train.checkpoint.format.block_digests import BLOCK_BYTES, BLOCK_DIGEST_ALGORITHM
 from hpc_train.checkpoint.provenance import Origin, SaveTimes, identify_code
-from hpc_train.checkpoint.save.incremental import IncrementalWriter
+from hpc_train.checkpoint.save.incremental.incremental_writer import IncrementalWriter
 from hpc_train.checkpoint.storage import step_directory
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "checkpoint_format.md"

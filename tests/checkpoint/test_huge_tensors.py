@@ -22,7 +22,7 @@ from hpc_train.checkpoint.format.manifest import Manifest, read_manifest
 from hpc_train.checkpoint.format.rectangle import split_slabs
 from hpc_train.checkpoint.format.shard_layout import gather_layouts, make_file_layout
 from hpc_train.checkpoint.save.commit_step import commit_step
-from hpc_train.checkpoint.save.row_runs import merge_runs, split_runs
+from hpc_train.checkpoint.save.incremental.row_runs import merge_runs, split_runs
 from hpc_train.checkpoint.save.shard_file import write_digest_table
 from hpc_train.checkpoint.save.shared_file import make_section, make_shared_head
 from hpc_train.interfaces import TensorShard, World

@@ -24,7 +24,7 @@ from hpc_train.checkpoint import (
     verify_step,
 )
 from hpc_train.checkpoint.format.hdf5_index import INDEX_FILE
-from hpc_train.checkpoint.save.incremental import IncrementalWriter, SharingLimits
+from hpc_train.checkpoint.save.incremental.incremental_writer import IncrementalWriter, SharingLimits
 from hpc_train.checkpoint.save.local_stage import LocalStage
 from hpc_train.checkpoint.save.shard_file import ShardStager
 from hpc_train.interfaces import World

@@ -16,7 +16,7 @@ from incremental_helpers import SMALL, check, saver, steps_of
 from power_loss import Disk, Operation, recorded, violations
 
 from hpc_train.checkpoint import Saver, find_newest_verified, list_committed_steps, prune_steps, verify_step
-from hpc_train.checkpoint.save.incremental import IncrementalWriter
+from hpc_train.checkpoint.save.incremental.incremental_writer import IncrementalWriter
 from hpc_train.interfaces import World
 from hpc_train.testing import RankFailure, run_ranks
 

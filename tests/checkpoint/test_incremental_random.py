@@ -16,8 +16,8 @@ from hpc_train.checkpoint import Saver, load_step
 from hpc_train.checkpoint.format.hdf5_layout import DatasetRow
 from hpc_train.checkpoint.format.rectangle import Rectangle, explain_coverage
 from hpc_train.checkpoint.format.shard_layout import FileLayout
-from hpc_train.checkpoint.save.incremental import IncrementalWriter, SharingLimits
-from hpc_train.checkpoint.save.row_runs import merge_runs, split_runs
+from hpc_train.checkpoint.save.incremental.incremental_writer import IncrementalWriter, SharingLimits
+from hpc_train.checkpoint.save.incremental.row_runs import merge_runs, split_runs
 from hpc_train.interfaces import TensorShard
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (13, 7), "b": (2, 5, 6), "c": (31,), "d": (), "e": (1, 40), "f": (3, 0)}

@@ -23,7 +23,8 @@ from hpc_train.config.parallel import ParallelConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
 from hpc_train.parallel.rules.check import check_support
-from hpc_train.parallel.tensor.ring_matmul import MatmulRing, gather_matmul, matmul_scatter
+from hpc_train.parallel.tensor.ring_exchange import MatmulRing
+from hpc_train.parallel.tensor.ring_matmul import gather_matmul, matmul_scatter
 from hpc_train.parallel.tensor.symmetric_matmul import (
     check_symmetric_memory,
     gather_matmul_symmetric,

@@ -18,7 +18,7 @@ from training_runs import small
 from hpc_train.checkpoint import Saver, list_committed_steps, load_step, verify_step
 from hpc_train.checkpoint.convert.tensor_sources import SavedStepTensors, read_whole_tensors
 from hpc_train.checkpoint.format.manifest import read_manifest
-from hpc_train.checkpoint.save.incremental import IncrementalWriter
+from hpc_train.checkpoint.save.incremental.incremental_writer import IncrementalWriter
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import TensorShard, World
 from hpc_train.runtime.stop_request import StopRequest

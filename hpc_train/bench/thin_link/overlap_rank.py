@@ -23,7 +23,7 @@ from hpc_train.bench.thin_link.link import MEASURED_FILE, RANKS, configure_link,
 from hpc_train.bench.thin_link.overlap import OverlapMeasurement, OverlapOptions
 from hpc_train.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from hpc_train.parallel.tensor.layers import TensorAxis, make_column_products, make_row_product
-from hpc_train.parallel.tensor.ring_matmul import MatmulRing, circulate_shards, reduce_products
+from hpc_train.parallel.tensor.ring_exchange import MatmulRing, circulate_shards, reduce_products
 
 Steps = Iterator[float]
 

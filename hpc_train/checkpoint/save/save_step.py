@@ -39,7 +39,7 @@ from hpc_train.interfaces import TensorShard, World
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from hpc_train.checkpoint.save.incremental import StepChanges
+    from hpc_train.checkpoint.save.incremental.incremental_writer import StepChanges
 
 
 class WrittenShard(NamedTuple):

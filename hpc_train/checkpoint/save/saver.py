@@ -25,7 +25,7 @@ import torch.distributed as dist
 from hpc_train._torch.process_groups import make_named_group
 from hpc_train.checkpoint.errors import CheckpointError, format_error
 from hpc_train.checkpoint.provenance import Origin
-from hpc_train.checkpoint.save.incremental import IncrementalWriter
+from hpc_train.checkpoint.save.incremental.incremental_writer import IncrementalWriter
 from hpc_train.checkpoint.save.layout_cache import LayoutCache
 from hpc_train.checkpoint.save.local_stage import LocalFile, LocalStage
 from hpc_train.checkpoint.save.save_step import SaveResult, StagedStep, StepWriter, complete_copy, stage_step

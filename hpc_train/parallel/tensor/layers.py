@@ -152,7 +152,8 @@ def make_column_products(axis: TensorAxis, asynchronous: bool) -> ColumnProducts
             x, [w.weight if isinstance(w, nn.Linear) else w for w in weights], name
         )
     if asynchronous:
-        from hpc_train.parallel.tensor.ring_matmul import MatmulRing, gather_matmul  # their operators take 50 ms
+        from hpc_train.parallel.tensor.ring_exchange import MatmulRing
+        from hpc_train.parallel.tensor.ring_matmul import gather_matmul  # its operators take 50 ms to define
 
         ring = MatmulRing(axis.group)
         return lambda x, weights: gather_matmul(x, [w.weight if isinstance(w, nn.Linear) else w for w in weights], ring)
@@ -172,7 +173,8 @@ def make_row_product(axis: TensorAxis, asynchronous: bool) -> RowProduct:
         name = axis.group.group_name
         return lambda x, weight: matmul_scatter_symmetric(x, weight, name)
     if asynchronous:
-        from hpc_train.parallel.tensor.ring_matmul import MatmulRing, matmul_scatter
+        from hpc_train.parallel.tensor.ring_exchange import MatmulRing
+        from hpc_train.parallel.tensor.ring_matmul import matmul_scatter
 
         ring = MatmulRing(axis.group)
         return lambda x, weight: matmul_scatter(x, weight, ring)
