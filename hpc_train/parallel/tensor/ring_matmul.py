@@ -1,8 +1,8 @@
 """Overlap matrix products with the all-gather of their input or the reduce-scatter of their output, chunk by chunk.
 
 Chunks are passed around the ranks of a group in a ring (Wang et al. 2023, doi:10.1145/3567955.3567959; see
-ring_exchange.py): while one is on its way, the one before is multiplied. torch's own version (symmetric_matmul.py) needs
-symmetric memory, hence CUDA.
+ring_exchange.py): while one is on its way, the one before is multiplied. torch's own version, in symmetric_matmul.py,
+needs symmetric memory, hence CUDA.
 """
 
 from __future__ import annotations

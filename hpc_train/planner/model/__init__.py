@@ -4,7 +4,7 @@ A function is named by the quantity it returns, such as bubble_seconds. Shapes: 
 for the first, a middle and the last stage of its pipeline; a scalar [] stands for all jobs.
 
 Time: layer.py has the computation of a layer, from products.py (matrix products) and experts.py; layer_time.py adds its
-communication, by network.py; step_time.py makes a step of layers. Memory: peak_memory.py searches a step's moments,
-with activations.py, rank_weights.py and pipeline.py; memory.py adds what the allocator and the driver take, and has the
-formulas of published stacks. from_config.py makes jobs of a run, with accelerators.py and fabric.py.
+communication, by network.py; step_time.py makes a step of layers. Memory: peak_memory/ searches a step's moments, with
+activations.py and pipeline.py; memory.py adds what the allocator and the driver take, and has the formulas of published
+stacks. from_config.py makes jobs of a run, with accelerators.py and fabric.py.
 """

@@ -1,7 +1,7 @@
 """Estimate the memory of a rank, part by part, for the first, a middle and the last stage of the pipeline.
 
 For published stacks (Megatron, DeepSpeed, FSDP) the parts are added up by what their papers and documentation say; for
-hpc_train peak_memory.py searches the moments of a step.
+hpc_train peak_memory/ searches the moments of a step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from hpc_train.planner.constants import Constants
 from hpc_train.planner.model.activations import layer_activations
 from hpc_train.planner.model.jobs import DEEPSPEED, FLOAT8_RECIPES, FSDP, HPC_TRAIN, Column, Jobs, job_columns
-from hpc_train.planner.model.peak_memory import PeakMemory, estimate_peak, estimate_peak_total
+from hpc_train.planner.model.peak_memory.step_peaks import PeakMemory, estimate_peak, estimate_peak_total
 from hpc_train.planner.model.pipeline import micro_batches_in_flight
 from hpc_train.planner.model.stage_layers import split_layers, stack_stages
 

@@ -1,9 +1,8 @@
 """Search the peak memory of hpc_train's own steps over their moments, for the first, a middle and the last stage.
 
 The moments are those at which a rank may hold most: inside a block, at the reduction of gradients, at the end of a
-backward and at the loss. First the sizes that no moment changes: of weights (rank_weights.py), of a block's activations
-and of the loss. Then what a rank holds at each moment. `plan rehearse` counts the same memory on the real passes, and a
-test compares the two.
+backward and at the loss. step_sizes.py has the sizes that no moment changes. `plan rehearse` counts the same
+memory on the real passes, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -17,36 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.planner.constants import Constants
-from hpc_train.planner.model.activations import (
-    LayerActivations,
-    asynchronous_working,
-    dropout_attention_working,
-    embedding_mask_bytes,
-    feed_forward_activations,
-    last_norm_bytes,
-    layer_activations,
-    pending_gradient_bytes,
-    stored_scores_working,
-)
-from hpc_train.planner.model.jobs import SCHEDULES, Column, Jobs, choose
-from hpc_train.planner.model.pipeline import SPLITS_BACKWARD, PipelineMoment, peak_moments
-from hpc_train.planner.model.rank_weights import (
-    GatheredParameters,
-    RankState,
-    RankWeights,
-    ReducedGroup,
-    count_gathered,
-    count_new_shards,
-    count_rank_weights,
-    count_reduced_group,
-    count_state,
-)
+from hpc_train.planner.model.jobs import Column, Jobs, choose
+from hpc_train.planner.model.peak_memory.rank_weights import count_new_shards
+from hpc_train.planner.model.peak_memory.step_sizes import BlockSizes, StepSizes, size_step
+from hpc_train.planner.model.pipeline import PipelineMoment, peak_moments
 from hpc_train.planner.model.stage_layers import StageLayers, split_stages
 from hpc_train.traffic.sharding import keeps_gradients
-
-_SINGLE_STAGE = tuple(SCHEDULES.index(name) for name in ("gpipe", "1f1b"))
-"""Codes of the schedules that torch runs as single-stage schedules (parallel.pipeline.schedule)."""
-
 
 _NOTHING = np.zeros(())
 
@@ -74,7 +49,7 @@ Moments = Sequence[tuple[PipelineMoment, PipelineMoment]]
 def estimate_peak(jobs: Jobs, constants: Constants) -> PeakMemory:
     """Return the memory of each rank at its peak: the largest total over all moments of a step."""
     moments, stages = list(peak_moments(jobs)), split_stages(jobs)
-    sizes = _size_step(jobs, constants, stages)
+    sizes = size_step(jobs, constants, stages)
     peak = reduce(_choose_larger, _list_peaks(sizes, moments))
     return replace(peak, waiting=_count_on_host(sizes.block, stages, moments))
 
@@ -87,7 +62,7 @@ def estimate_peak_total(jobs: Jobs, constants: Constants) -> tuple[Column, Colum
     """
     moments, stages = list(peak_moments(jobs)), split_stages(jobs)
     ranks = slice(None, None, 2) if _is_middle_smaller(jobs, stages, moments) else slice(None)
-    sizes = _size_step(jobs, constants, stages.take(ranks))
+    sizes = size_step(jobs, constants, stages.take(ranks))
     peaks = _list_peaks(sizes, [(start.take(ranks), end.take(ranks)) for start, end in moments])
     return reduce(np.maximum, (peak.total for peak in peaks)), _count_on_host(sizes.block, stages, moments)
 
@@ -124,157 +99,6 @@ def _choose_larger(one: PeakMemory, other: PeakMemory) -> PeakMemory:
     return PeakMemory(**{name: new if new is old else choose(more, new, old) for name, (new, old) in pairs.items()})
 
 
-# Sizes that no moment changes.
-
-
-@dataclass(frozen=True)
-class _BlockSizes:
-    """Bytes of the activations of blocks on a rank, and what the backward of a block needs, for one micro-batch."""
-
-    stored: Column
-    """Bytes that the forward of a layer stores for its backward."""
-    hidden: Column
-    """Hidden states between two layers."""
-    last_norm: Column
-    """Bytes that the norm before the head stores."""
-    offloaded: NDArray[np.bool_]
-    """Whether stored activations wait in host memory."""
-    any_offloaded: bool
-    working: Column
-    """Bytes that the backward of a block needs besides stored activations, or its whole gradients at the end."""
-    attention_working: Column | None
-    """Bytes for the backward of attention besides stored activations, 0 where its scores are not in memory; None: in
-    no job."""
-    freed: Column
-    """Activations of a layer that are on the device no more when its gradients are reduced."""
-    freed_before: Column
-    """Activations that are freed when a layer has all its weight gradients: all but the layer's input."""
-    embedding_mask: Column | None
-    """The mask of the embedding's dropout; None: no job has dropout."""
-    pending: Column | None
-    """Bytes that a layer keeps between I and W, the two parts of a split backward; None: no job splits backward."""
-
-
-def _size_blocks(jobs: Jobs, constants: Constants, weights: RankWeights) -> _BlockSizes:
-    tokens = jobs.micro_batch * jobs.sequence / jobs.cp
-    layer = layer_activations(jobs, constants, tokens)
-    width = choose(jobs.sequence_parallel > 0, jobs.tp, 1.0)
-    hidden = tokens * jobs.hidden * jobs.activation_bytes / width
-    offloaded = jobs.offload_activations > 0
-    freed_before = choose(offloaded, 0.0, np.maximum(layer.stored - hidden, 0))
-    # Activations that come back from the host: all of the layer in backward, and those of the one before it.
-    fetched = (layer.whole * (jobs.recompute == 0) + layer.stored) * offloaded
-    widest = _size_widest_gradient(jobs, weights)
-    computing = layer.working + fetched + widest + asynchronous_working(jobs, tokens)
-    complete = weights.block * weights.trained_share * jobs.activation_bytes + 2 * hidden - freed_before
-    splits = np.any((jobs.pp > 1) & np.isin(jobs.schedule, SPLITS_BACKWARD))
-    return _BlockSizes(
-        stored=layer.stored,
-        hidden=hidden,
-        last_norm=last_norm_bytes(jobs, tokens),
-        offloaded=offloaded,
-        any_offloaded=bool(np.any(offloaded)),
-        working=np.maximum(computing, complete),
-        attention_working=_size_attention_backward(jobs, layer, fetched, widest, tokens),
-        freed=choose(offloaded, 0.0, layer.stored),
-        freed_before=freed_before,
-        embedding_mask=embedding_mask_bytes(jobs, tokens) if np.any(jobs.dropout > 0) else None,
-        pending=pending_gradient_bytes(jobs, tokens) if splits else None,
-    )
-
-
-def _size_widest_gradient(jobs: Jobs, weights: RankWeights) -> Column:
-    """Return the gradient of a block's widest product; of experts, of one of the three stacks of them, if larger."""
-    widest = jobs.hidden * jobs.feed_forward / jobs.tp
-    widest = choose(jobs.experts > 0, weights.experts / 3, widest) if jobs.has_experts else widest
-    return widest * weights.trained_share * jobs.activation_bytes
-
-
-def _size_attention_backward(
-    jobs: Jobs, layer: LayerActivations, fetched: Column, widest: Column, tokens: Column
-) -> Column | None:
-    """Return what the backward of attention with scores in memory needs; None if no job has it.
-
-    fetched: activations that come back from the host. widest: the gradient of the widest product. By then backward has
-    freed the activations of the feed-forward layer, and has its weight gradients.
-    """
-    in_memory = (jobs.dropout > 0) | (jobs.stored_scores > 0)
-    if not np.any(in_memory):
-        return None
-    left = layer.recomputed + fetched - feed_forward_activations(jobs, tokens)
-    attention = dropout_attention_working(jobs, tokens)
-    if jobs.has_scores:
-        attention = attention + stored_scores_working(jobs, tokens)
-    return choose(in_memory, left + (2 + jobs.gated) * widest + attention, 0.0)
-
-
-@dataclass(frozen=True)
-class _LossSizes:
-    """Bytes of logits and of the loss on the rank with the head, for one micro-batch, [n]."""
-
-    stored: Column
-    """Bytes that a loss stores for its backward: probabilities; in chunks, gradients of hidden states and head."""
-    last_logits: Column
-    """The latest micro-batch's output: torch's single-stage schedules keep it until the next forward."""
-    working: Column
-    """The gradients of logits."""
-    pending: Column
-    """Bytes that the head keeps for its weight gradient, between I and W."""
-
-
-def _size_loss(jobs: Jobs, table: Column) -> _LossSizes:
-    """table: weights of one embedding table on the rank."""
-    tokens = jobs.micro_batch * jobs.sequence / jobs.cp
-    item = jobs.activation_bytes
-    in_chunks, logits, fp32 = jobs.loss_chunk > 0, tokens * jobs.vocab / jobs.tp, np.maximum(item, 4.0)
-    # A soft-cap also stores its tanh, in the format of the logits.
-    probabilities = logits * (fp32 + jobs.capped_logits * item)
-    stored = choose(in_chunks, (tokens * jobs.hidden + table) * item, probabilities)
-    single_stage = (jobs.pp > 1) & np.isin(jobs.schedule, _SINGLE_STAGE)
-    # The loss over a split vocabulary is our own and converts its fp32 gradient; torch's keeps a second fp32 one.
-    converted = (jobs.tp > 1) * item
-    gradients = logits * choose(converted > 0, fp32 + converted, 2 * fp32)
-    # One chunk: its logits, twice in fp32, and its hidden states.
-    chunk = np.minimum(jobs.loss_chunk, tokens)
-    narrow = choose(item < fp32, item, 0.0)
-    chunk_logits = chunk * jobs.vocab / jobs.tp * ((2 + jobs.capped_logits) * fp32 + narrow)
-    return _LossSizes(
-        stored=stored,
-        last_logits=single_stage * choose(in_chunks, tokens * jobs.hidden, logits) * item,
-        working=choose(in_chunks, chunk_logits + chunk * jobs.hidden * item, gradients),
-        pending=choose(in_chunks, stored, logits * item),
-    )
-
-
-@dataclass(frozen=True)
-class _StepSizes:
-    """All sizes of jobs that no moment of a step changes."""
-
-    jobs: Jobs
-    weights: RankWeights
-    state: RankState
-    gathered: GatheredParameters
-    group: ReducedGroup
-    block: _BlockSizes
-    loss: _LossSizes
-
-
-def _size_step(jobs: Jobs, constants: Constants, stages: StageLayers) -> _StepSizes:
-    weights = count_rank_weights(jobs, stages)
-    return _StepSizes(
-        jobs,
-        weights,
-        count_state(jobs, weights),
-        count_gathered(jobs, weights),
-        count_reduced_group(jobs, weights),
-        _size_blocks(jobs, constants, weights),
-        _size_loss(jobs, weights.table),
-    )
-
-
-# Memory at the moments of a step.
-
-
 @dataclass(frozen=True)
 class _MomentMemory:
     """Bytes that a rank holds at one moment whatever it computes, [3, n]."""
@@ -290,7 +114,7 @@ class _MomentMemory:
     """Whether the rank has input gradients without their weight gradients; None if no job has."""
 
 
-def _count_moment(sizes: _StepSizes, moment: PipelineMoment, known: _MomentMemory | None = None) -> _MomentMemory:
+def _count_moment(sizes: StepSizes, moment: PipelineMoment, known: _MomentMemory | None = None) -> _MomentMemory:
     """known: memory at a moment with the same gradients; None: there is none."""
     block = sizes.block
     stored = _count_stored(block, sizes.weights.stages, moment)
@@ -306,7 +130,7 @@ def _count_moment(sizes: _StepSizes, moment: PipelineMoment, known: _MomentMemor
     )
 
 
-def _count_gradients(sizes: _StepSizes, moment: PipelineMoment) -> Column:
+def _count_gradients(sizes: StepSizes, moment: PipelineMoment) -> Column:
     """Return the bytes of gradients on the device."""
     state = sizes.state
     # Gradients of a stage are allocated by its first backward. ddp's buckets exist from the first step on.
@@ -317,13 +141,13 @@ def _count_gradients(sizes: _StepSizes, moment: PipelineMoment) -> Column:
     return choose(state.sends_gradients, state.unsent_sums, gradients)
 
 
-def _count_stored(block: _BlockSizes, stages: StageLayers, moment: PipelineMoment) -> Column:
+def _count_stored(block: BlockSizes, stages: StageLayers, moment: PipelineMoment) -> Column:
     """Return the activations of layers that wait for their backward, on the device or the host."""
     layers, last_layers = moment.stages * stages.stage, moment.last * stages.last
     return layers * block.stored + last_layers * block.stored
 
 
-def _count_on_host(block: _BlockSizes, stages: StageLayers, moments: Moments) -> Column:
+def _count_on_host(block: BlockSizes, stages: StageLayers, moments: Moments) -> Column:
     """Return the most activations that wait in host memory at any moment, [3, n]."""
     if not block.any_offloaded:
         return np.zeros(())
@@ -331,7 +155,7 @@ def _count_on_host(block: _BlockSizes, stages: StageLayers, moments: Moments) ->
     return choose(block.offloaded, stored, 0.0)
 
 
-def _count_waiting(sizes: _StepSizes, moment: PipelineMoment, splits: bool) -> Column:
+def _count_waiting(sizes: StepSizes, moment: PipelineMoment, splits: bool) -> Column:
     """Return the bytes that wait for a backward besides the activations of layers.
 
     splits: whether input gradients wait for their weight gradients.
@@ -355,7 +179,7 @@ def _count_waiting(sizes: _StepSizes, moment: PipelineMoment, splits: bool) -> C
     return waiting + (layers * block.pending + moment.input_done_last * sizes.loss.pending)
 
 
-def _list_peaks(sizes: _StepSizes, moments: Moments) -> Iterator[PeakMemory]:
+def _list_peaks(sizes: StepSizes, moments: Moments) -> Iterator[PeakMemory]:
     """Yield the memory at each moment, at the four places where it may be at its peak."""
     jobs = sizes.jobs
     for start, end in moments:
@@ -375,7 +199,7 @@ def _list_peaks(sizes: _StepSizes, moments: Moments) -> Iterator[PeakMemory]:
 
 
 def _measure_block(
-    sizes: _StepSizes, memory: _MomentMemory, logits: Column, head: Column, allocated: Column
+    sizes: StepSizes, memory: _MomentMemory, logits: Column, head: Column, allocated: Column
 ) -> PeakMemory:
     """Return the peak within the backward of a block, the first or the second one of a stage.
 
@@ -401,7 +225,7 @@ def _measure_block(
     return _add_up(sizes, memory, working, logits, buffers)
 
 
-def _measure_reduction(sizes: _StepSizes, memory: _MomentMemory, logits: Column, head: Column) -> PeakMemory:
+def _measure_reduction(sizes: StepSizes, memory: _MomentMemory, logits: Column, head: Column) -> PeakMemory:
     """Return the peak when the first group of blocks has all gradients and copies them together to reduce.
 
     The group's gathered parameters are freed by then.
@@ -414,13 +238,13 @@ def _measure_reduction(sizes: _StepSizes, memory: _MomentMemory, logits: Column,
     return _add_up(sizes, memory, working, logits, sizes.gathered.before_reduction + head)
 
 
-def _measure_loss(sizes: _StepSizes, memory: _MomentMemory, moment: PipelineMoment) -> PeakMemory:
+def _measure_loss(sizes: StepSizes, memory: _MomentMemory, moment: PipelineMoment) -> PeakMemory:
     """Return the peak when a loss's backward begins: fp32 gradients of the logits, before and after conversion."""
     stored = moment.losses * sizes.loss.stored + moment.loss * sizes.loss.last_logits
     return _add_up(sizes, memory, None, stored + moment.loss * sizes.loss.working, sizes.gathered.at_loss)
 
 
-def _measure_end(sizes: _StepSizes, memory: _MomentMemory, start: PipelineMoment, allocated: Column) -> PeakMemory:
+def _measure_end(sizes: StepSizes, memory: _MomentMemory, start: PipelineMoment, allocated: Column) -> PeakMemory:
     """Return the peak at the end of the backward of a stage with the embedding or the head.
 
     memory: at that end. start: the moment at which the backward began. allocated: as in _measure_block.
@@ -439,7 +263,7 @@ def _measure_end(sizes: _StepSizes, memory: _MomentMemory, start: PipelineMoment
 
 
 def _add_up(
-    sizes: _StepSizes, memory: _MomentMemory, working: Column | None, logits: Column, buffers: Column
+    sizes: StepSizes, memory: _MomentMemory, working: Column | None, logits: Column, buffers: Column
 ) -> PeakMemory:
     """Add up the memory at a place. working: what the current computation needs besides stored activations."""
     waiting = memory.waiting if working is None else memory.waiting + working
