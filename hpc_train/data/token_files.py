@@ -205,7 +205,12 @@ def _map_megatron(index: Path) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]
         raise UserError(f"{index}: its sequences do not follow each other: write the data set again")
     if not len(bounds) or bounds[0] != 0 or bounds[-1] != sequences or (np.diff(bounds) < 0).any():
         raise UserError(f"{index}: its documents are not consecutive sequences: write the data set again")
-    tokens = _map_raw(index.with_suffix(".bin"), dtype, 0, int(ends[-1]) if sequences else 0)
+    path, count = index.with_suffix(".bin"), int(ends[-1]) if sequences else 0
+    tokens = _map_raw(path, dtype, 0, count)
+    if path.stat().st_size != count * dtype.itemsize:
+        raise UserError(
+            f"{path} is longer than the {count:,} {dtype.name} tokens of {index.name}: the two are not of one data set"
+        )
     # Documents without sequences have no first token and are left out.
     starts = begins[bounds[:-1][np.diff(bounds) > 0]]
     return tokens, starts

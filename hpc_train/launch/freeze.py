@@ -343,6 +343,8 @@ def _check_text(data: TokenDataConfig, model: ModelConfig) -> None:
     """Raise UserError for text or a token store that a rank could not read, or whose tokens the model lacks."""
     if data.path is not None:
         if not Path(data.path).expanduser().is_file():
+            if Path(f"{data.path}.bin").expanduser().is_file():  # Megatron's programs take the name without its ending
+                raise UserError(f"data.path={data.path}: no such file; give {data.path}.bin")
             raise UserError(
                 f"data.path={data.path}: no such file; make it with `hpc-train data build {data.path} TEXT`"
             )

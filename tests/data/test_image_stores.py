@@ -19,6 +19,7 @@ from hpc_train.cli.main import main
 from hpc_train.data.images import build_images, decoding
 from hpc_train.data.images.build_images import build_image_store
 from hpc_train.data.images.image_store import ImageStore
+from hpc_train.data.store_file import IMAGE_STORE, is_store
 from hpc_train.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 
 
@@ -52,6 +53,40 @@ def test_a_tar_gives_its_images_and_labels(tmp_path: Path, kind: str) -> None:
         assert (store.classes, store.labels.tolist()) == (("ape", "zebra"), [1, 0, 1, 0])
     else:
         assert (store.classes, store.labels.tolist()) == (("0", "1", "2", "3"), labels)
+
+
+def test_a_number_without_an_image_is_a_class_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    samples = [{"png": encode(label), "cls": str(label).encode()} for label in (1, 3)]
+    store = build_image_store([str(make_tar(tmp_path / "a.tar", samples))], tmp_path / "a.h5")
+    assert len(store.classes) == 4
+    assert "has the label 3: of 4 classes 2 have no image" in caplog.text
+
+
+def test_a_folder_of_a_class_without_a_readable_image_is_refused(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "photos", each=1)
+    (folder / "dog").mkdir()
+    (folder / "dog" / "a.tiff").write_bytes(b"II*\0")
+    (folder / "__MACOSX").mkdir()
+    with pytest.raises(UserError, match=r"photos: no image \(JPEG, .*\) in dog: each folder is a class"):
+        build_image_store([str(folder)], tmp_path / "a.h5")
+
+
+def test_images_of_other_kinds_are_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_folder(tmp_path / "photos", each=1)
+    (folder / "ant" / "a.TIFF").write_bytes(b"II*\0")
+    assert len(build_image_store([str(folder)], tmp_path / "a.h5")) == 3
+    assert "1 images, such as a.TIFF, are left out" in caplog.text
+
+
+@pytest.mark.parametrize(("each", "are_images"), [(4, True), (2, False)])
+def test_a_few_notes_do_not_turn_images_into_text(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, each: int, are_images: bool
+) -> None:
+    folder, out = make_folder(tmp_path / "photos", each=each), tmp_path / "a.h5"
+    (folder / "ant" / "boxes.txt").write_text("0 0 1 1")
+    assert main(["data", "build", str(out), str(folder), "--workers", "1"]) == EXIT_DONE
+    assert is_store(out, IMAGE_STORE) is are_images
+    assert "boxes.txt" in caplog.text
 
 
 def test_a_killed_build_decodes_only_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,6 +312,14 @@ BAD_TARS: dict[str, tuple[Callable[[Path], None], str]] = {
     "compressed": (_compress, "is a compressed tar"),
     "no-label": (_write_members(("a.png", GOOD, {})), "has no label"),
     "bad-label": (_write_members(("a.png", GOOD, {}), ("a.cls", b"\x1b[31m", {})), "its label is"),
+    "unlabelled": (_write_members(("a.png", GOOD, {}), ("a.cls", b"-1\n", {})), "its label is -1; classes are whole"),
+    "label-with-a-point": (_write_members(("a.png", GOOD, {}), ("a.cls", b"1.0", {})), "its label is 1.0; classes"),
+    "sentinel": (
+        _write_members(
+            *((f"{n}.{e}", d, {}) for n, t in ((1, b"1"), (2, b"999999")) for e, d in (("png", GOOD), ("cls", t)))
+        ),
+        "2 has the label 999,999, but only 2 classes have an image",
+    ),
     "no-key": (_write_members(("a.png", GOOD, {}), ("a.json", b'{"lable": 1}', {})), "did you mean 'lable'"),
     "two-images": (_write_members(("a.png", GOOD, {}), ("a.jpg", GOOD, {}), ("a.cls", b"1", {})), "has 2 images"),
     "both-kinds": (

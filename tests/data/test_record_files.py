@@ -144,6 +144,16 @@ def test_a_damaged_list_of_files_leads_nowhere_else(tmp_path: Path, files: objec
         build_store([str(tmp_path)], [".txt"], "byte", 256, tmp_path / "out.h5")
 
 
+def test_a_saved_dataset_that_is_not_whole_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-0.arrow"}]}))
+    with pytest.raises(UserError, match=r"data-0.arrow is missing, which .*state.json names"):
+        find_source_files([str(tmp_path)], [".txt"])
+    state = {"_data_files": [{"filename": "d.arrow"}], "_indices_data_files": [{"filename": "indices.arrow"}]}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(UserError, match="keeps the order of its rows apart"):
+        find_source_files([str(tmp_path)], [".txt"])
+
+
 def test_a_folder_without_text_gives_its_records(tmp_path: Path) -> None:
     write_json_lines(tmp_path / "a.jsonl")
     write_parquet(tmp_path / "b.parquet")

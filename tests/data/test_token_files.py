@@ -141,6 +141,8 @@ BAD: list[tuple[Callable[[Path], Path], dict[str, Any], str]] = [
     (lambda folder: change(write_megatron(folder / "a.idx"), 17, b"\x07"), {}, "type 7; expected"),
     (lambda folder: change(write_megatron(folder / "a.idx"), 34, b"\xff\xff\xff\xff"), {}, "do not follow each other"),
     (lambda folder: change(write_megatron(folder / "a.idx"), -8, b"\xff"), {}, "not consecutive sequences"),
+    (lambda folder: change(write_megatron(folder / "a.bin"), 1 << 20, b"\0\0"), {}, "are not of one data set"),
+    (lambda folder: write_megatron(folder / "a.bin").with_suffix(""), {}, "a: no such file; give"),
 ]
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -18,12 +18,19 @@ from hpc_train.terminal import one_line
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
 KINDS = "JPEG, PNG, WebP, BMP and GIF"
+_OTHER_IMAGES = (".tif", ".tiff", ".jpe", ".jfif", ".avif", ".heic", ".heif", ".jp2", ".ppm", ".pgm")
 _TAR = ".tar"
 _LOOKED_AT = 10_000
 """Files of a folder that decide what it holds."""
 _SPLITS = frozenset({"train", "training", "val", "valid", "validation", "test"})
 _ABOUT = ("readme", "license", "licence", "notice", "changelog")
 """Prefixes of the names of files that describe a data set and are not part of its data."""
+_FEW = 10
+"""A folder with this many images for each file of text holds images: those files are lists and notes."""
+_MOST_EMPTY = 1000
+"""Classes for each one that has an image: with more, the largest number does not stand for a class."""
+_SHOWN = 4
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +47,7 @@ class ImageEntry:
 
 
 def are_images(sources: Sequence[str], suffixes: Sequence[str]) -> bool:
-    """Return whether the sources are images: tars, or folders that hold images or tars and no text or records.
+    """Return whether the sources are images: tars, or folders that hold images or tars and hardly any text or records.
 
     suffixes: of text. Raises UserError if some sources are images and others are not, because one store has one kind.
     """
@@ -70,6 +77,8 @@ def list_files(sources: Sequence[str]) -> list[tuple[Path, Path | None]]:
         files_of_root = [(path, None if path.name.endswith(_TAR) else root) for path in _walk(root)]
         if not files_of_root:
             raise UserError(f"no image under {root} ({KINDS}), and no tar of WebDataset")
+        if all(folder is not None for _, folder in files_of_root):
+            _check_classes(root, [path for path, _ in files_of_root])
         files += files_of_root
     return files
 
@@ -87,7 +96,8 @@ def find_folder_entry(path: Path, root: Path) -> ImageEntry:
 def number_labels(entries: Sequence[ImageEntry]) -> tuple[list[int], list[str]]:
     """Return the label of each entry as a number, and the names of the classes.
 
-    Numbers stay as they are; names are numbered in alphabetical order. Raises UserError if there are both.
+    Numbers stay as they are; names are numbered in alphabetical order. Raises UserError if there are both, and for a
+    number that is far beyond the others.
     """
     kinds = {type(entry.label) for entry in entries}
     if len(kinds) > 1:
@@ -99,10 +109,40 @@ def number_labels(entries: Sequence[ImageEntry]) -> tuple[list[int], list[str]]:
         )
     if kinds == {int}:
         numbers = [int(entry.label) for entry in entries]
+        _check_gaps(entries, numbers)
         return numbers, [str(number) for number in range(max(numbers) + 1)]
     names = sorted({str(entry.label) for entry in entries})
     order = {name: number for number, name in enumerate(names)}
     return [order[str(entry.label)] for entry in entries], names
+
+
+def _check_gaps(entries: Sequence[ImageEntry], numbers: Sequence[int]) -> None:
+    """Warn of numbers without an image, since each is a class of the model. Raises UserError if nearly all are."""
+    used, classes = len(set(numbers)), max(numbers) + 1
+    if used == classes:
+        return
+    largest = f"{entries[numbers.index(classes - 1)].name} has the label {classes - 1:,}"
+    if classes > _MOST_EMPTY * used:
+        raise UserError(
+            f"{largest}, but only {used:,} classes have an image: number the classes from 0 without large gaps, and "
+            "leave out images without a class"
+        )
+    log.warning("%s: of %s classes %s have no image", largest, f"{classes:,}", f"{classes - used:,}")
+
+
+def _check_classes(root: Path, images: Sequence[Path]) -> None:
+    """Raise UserError if a folder of a class has no image, which would number the others in another way."""
+    used = {path.relative_to(root).parts[0] for path in images}
+    with os.scandir(root) as entries:
+        folders = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith((".", "__")))
+    if empty := [name for name in folders if name not in used]:
+        shown = ", ".join(empty[:_SHOWN]) + (", ..." if len(empty) > _SHOWN else "")
+        raise UserError(
+            one_line(f"{root}: no image ({KINDS}) in {shown}: each folder is a class; fill it, or move it away")
+        )
+    if other := [name for name in _iterate_names(root) if name.lower().endswith(_OTHER_IMAGES)]:
+        count, example = len(other), one_line(other[0])
+        log.warning("%s: %d images, such as %s, are left out: convert them (known: %s)", root, count, example, KINDS)
 
 
 def _holds_images(path: Path, suffixes: tuple[str, ...]) -> bool:
@@ -110,13 +150,20 @@ def _holds_images(path: Path, suffixes: tuple[str, ...]) -> bool:
         return _is_tar(path)
     if not path.is_dir() or is_saved_dataset(path):
         return False
-    kinds: Counter[str] = Counter()
+    images, others = 0, []
     for name in islice(_iterate_names(path), _LOOKED_AT):
         if name.lower().endswith((*IMAGE_SUFFIXES, _TAR)):
-            kinds["images"] += 1
+            images += 1
         elif name.endswith((*suffixes, *RECORD_SUFFIXES)) and not name.lower().startswith(_ABOUT):
-            kinds["others"] += 1
-    return kinds["images"] > 0 and not kinds["others"]
+            others.append(name)
+    if not others or images <= len(others):
+        return images > 0 and not others
+    example = one_line(others[0])
+    if images >= _FEW * len(others):
+        log.warning("%s: text and tables, such as %s, are left out because most files are images", path, example)
+        return True
+    log.warning("%s: %d images are left out because there is text or a table beside them: %s", path, images, example)
+    return False
 
 
 def _is_tar(path: Path) -> bool:

@@ -28,6 +28,8 @@ _MAX_LABEL_BYTES = 1 << 20
 _MAX_NAME = 200
 """Characters of a name or a label that a message shows at most."""
 _NUMBER = re.compile(r"\d{1,6}")
+_ANY_NUMBER = re.compile(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?")
+"""Text that no one means as a name: -1 often stands for an image without a class."""
 _KINDS = {
     tarfile.SYMTYPE: "a symbolic link",
     tarfile.LNKTYPE: "a hard link",
@@ -167,8 +169,13 @@ def _parse_label(where: str, value: Any) -> int | str:
     text = str(value)
     if _NUMBER.fullmatch(text):
         return int(text)
-    if isinstance(value, int) or not text or len(text) > _MAX_NAME or not text.isprintable():
-        raise UserError(f"{where}: its label is {one_line(repr(value)[:_MAX_NAME])}; numbers are 0 to 999,999")
+    if _ANY_NUMBER.fullmatch(text):
+        raise UserError(
+            f"{where}: its label is {text[:_MAX_NAME]}; classes are whole numbers from 0 to 999,999: leave out images "
+            "without a class"
+        )
+    if not text or len(text) > _MAX_NAME or not text.isprintable():
+        raise UserError(f"{where}: its label is {one_line(repr(value)[:_MAX_NAME])}; give the name of a class")
     return text
 
 

@@ -78,12 +78,23 @@ def list_dataset_files(folder: Path) -> list[Path]:
         splits = _read_json(folder / _SPLITS).get("splits")
         shown = ", ".join(str(folder / str(name)) for name in splits) if isinstance(splits, list) else "none"
         raise UserError(one_line(f"{folder} has several splits: give one of them, {shown}"))
-    files = _read_json(folder / _STATE).get("_data_files")
+    state = _read_json(folder / _STATE)
+    if state.get("_indices_data_files"):  # old releases of datasets kept the chosen rows and their order apart
+        raise UserError(
+            f"{folder} keeps the order of its rows apart: save it again with a newer datasets (save_to_disk)"
+        )
+    files = state.get("_data_files")
     entries = files if isinstance(files, list) else []
     names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
-        raise UserError(f"{folder / _STATE} names no files of this folder: save the dataset again (save_to_disk)")
-    return [folder / str(name) for name in names]
+        raise UserError(
+            f"{folder / _STATE} names no files of this folder: the dataset has no rows, or must be saved again "
+            "(save_to_disk)"
+        )
+    paths = [folder / str(name) for name in names]
+    if missing := next((path for path in paths if not path.is_file()), None):
+        raise UserError(f"{missing} is missing, which {_STATE} names: copy the whole folder, or save the dataset again")
+    return paths
 
 
 _ROWS_AT_ONCE = 1024
