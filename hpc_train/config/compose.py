@@ -83,6 +83,10 @@ def _diagnose(
     error: Exception, groups: list[Override], values: list[Override], extra: list[str], config_dir: str | None
 ) -> str:
     """Find out what is wrong: the files, shown by composing the group choices alone, or one of the values."""
+    if wrong_choice := suggest.find_wrong_group_of_user(values, config_dir, str(error)):
+        return wrong_choice
+    groups = [*groups, *(item for item in values if suggest.is_group_of_user(item, config_dir))]
+    values = [item for item in values if item not in groups]
     try:
         lines = [item.input_line for item in groups if item.input_line]
         base = hydra_compose("config", overrides=[*extra, *lines])

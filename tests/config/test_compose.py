@@ -54,6 +54,22 @@ def test_a_users_option_stands_beside_the_shipped_ones(write: Write) -> None:
     assert "mine" not in list_options("model")
 
 
+def test_a_group_of_the_user_is_chosen_where_their_file_puts_it(write: Write) -> None:
+    write("encoder/small.yaml", "width: 16\n")
+    write("encoder/big.yaml", "width: 64\n")
+    folder = write(
+        "model/net.yaml", "defaults: [custom, /encoder@args.encoder: small, _self_]\nname: net\nmodule: my_models\n"
+    )
+    assert vars(compose(["model=net"], folder).model)["args"] == {"encoder": {"width": 16}}
+    chosen = ["model=net", "encoder@model.args.encoder=big"]
+    assert vars(compose(chosen, folder).model)["args"] == {"encoder": {"width": 64}}
+    for wrong in ("encoder=big", "encoder@model.args.encodr=big"):
+        assert refusal(["model=net", wrong], folder) == f"{wrong}: write encoder@model.args.encoder=big"
+    assert "no such encoder; did you mean 'big'?" in refusal(["model=net", "encoder@model.args.encoder=bgi"], folder)
+    assert refusal(["encoder=big"], folder) == "encoder=big: no defaults list of a chosen file names this group"
+    assert refusal([*chosen, "optim.lrr=1"], folder) == "optim.lrr=1: no key 'lrr'; did you mean 'lr'?"
+
+
 def test_an_override_wins_over_a_users_file(write: Write) -> None:
     folder = write("optim/fast.yaml", "lr: 0.25\n")
     assert compose(["optim=fast"], folder).optim.lr == 0.25

@@ -7,8 +7,10 @@ nearest names (difflib).
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, ListConfig
@@ -88,7 +90,7 @@ def _explain_refused(item: Override, text: str) -> str | None:
         return f"{text}: has no key; write key=value"
     if group.replace("/", ".").split(".")[0] == "hydra":
         return f"{text}: settings of Hydra itself have no effect here"
-    if item.package is not None:
+    if item.package is not None and group in GROUPS:
         return f"{text}: '@{item.package}' has no effect here; write {group}=<option>"
     if group in GROUPS and item.is_delete():
         return f"{text}: a group cannot be left out; choose one of its options, {group}=<option>"
@@ -112,6 +114,31 @@ def find_wrong_choice(groups: Iterable[Override], options: ListOptions) -> str |
         name = "" if value is None else str(value)  # null resembles no option
         if name not in names:
             return f"{item.input_line}: no such {item.key_or_group}; {suggest_names(name, names)}"
+    return None
+
+
+def is_group_of_user(item: Override, config_dir: str | None) -> bool:
+    """Return whether an override chooses in a group that only `config_dir` has."""
+    group = item.key_or_group
+    return config_dir is not None and group not in GROUPS and bool(group) and Path(config_dir, group).is_dir()
+
+
+def find_wrong_group_of_user(values: Iterable[Override], config_dir: str | None, reason: str) -> str | None:
+    """Find the first choice in a group that only `config_dir` has, such as encoder@model.args.encoder=big.
+
+    reason: what Hydra says.
+    """
+    for item in values:
+        if not is_group_of_user(item, config_dir):
+            continue
+        group, value = item.key_or_group, str(item.value())
+        options = find_option_files(group, config_dir)
+        if value not in options:
+            return f"{item.input_line}: no such {group}; {suggest_names(value, options)}"
+        if f"Could not override '{str(item.input_line).partition('=')[0]}'" in reason:
+            meant = re.search(r"Did you mean to override (\S+)\?", reason)
+            hint = f"write {meant[1]}={value}" if meant else "no defaults list of a chosen file names this group"
+            return f"{item.input_line}: {hint}"
     return None
 
 
