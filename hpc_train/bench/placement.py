@@ -26,8 +26,8 @@ from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.placement.allocation import find_allocation
-from hpc_train.placement.collective_phases import Backend
-from hpc_train.placement.cost import estimate_cost
+from hpc_train.placement.cost.collective_phases import Backend
+from hpc_train.placement.cost.cost_model import estimate_cost
 from hpc_train.placement.fabric_from_config import build_located_fabric
 from hpc_train.placement.node_locations import NodeLocations
 from hpc_train.traffic.flows import compute_flows, list_axis_sizes

@@ -17,7 +17,7 @@ from hpc_train.doctor.agreement import RankReport, RankSpeed
 from hpc_train.doctor.findings import Finding, fail_check, join_first, pass_check, warn_check
 from hpc_train.errors import UserError
 from hpc_train.messages import all_gather_values
-from hpc_train.placement.cost import estimate_cost
+from hpc_train.placement.cost.cost_model import estimate_cost
 from hpc_train.placement.fabric_from_config import build_fabric
 from hpc_train.resilience.preflight import Preflight, find_outliers
 from hpc_train.timing import time_calls

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from hpc_train.placement.cost import CostModel
+from hpc_train.placement.cost.cost_model import CostModel
 from hpc_train.placement.fabric import Fabric
 
 NodeOrder = NDArray[np.int64]

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.config.run import RunConfig
-from hpc_train.placement.collective_phases import Backend
-from hpc_train.placement.cost import CostModel, build_cost_model
+from hpc_train.placement.cost.collective_phases import Backend
+from hpc_train.placement.cost.cost_model import CostModel, build_cost_model
 from hpc_train.placement.explanation import explain_placement
 from hpc_train.placement.fabric import Fabric, FabricLevel, find_tapered_levels, is_uniform
 from hpc_train.placement.fabric_from_config import build_located_fabric, find_unknown_tapers, list_capacity_notes

@@ -10,7 +10,7 @@ import pytest
 from hpc_train.config.cluster import parse_gpu_pairs
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
-from hpc_train.placement.cost import estimate_cost
+from hpc_train.placement.cost.cost_model import estimate_cost
 from hpc_train.placement.described_cluster import name_described_nodes
 from hpc_train.placement.fabric_from_config import build_fabric
 from hpc_train.planner.constants import default_constants

@@ -344,14 +344,14 @@ FAULTS = (
     # placement and cluster
     Fault(
         "the cost of an order leaves out what crosses switches",
-        "placement/cost.py",
+        "placement/cost/cost_model.py",
         "            crossed += term.moved * measured[term.pattern].crossings\n",
         "",
         ("placement",),
     ),
     Fault(
         "a link counts its emptier direction",
-        "placement/cost.py",
+        "placement/cost/cost_model.py",
         "both.max(axis=0)",
         "both.min(axis=0)",
         ("placement",),

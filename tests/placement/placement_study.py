@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from placement_fabrics import GB, reordered, tree_fabric
 
-from hpc_train.placement.cost import estimate_cost
+from hpc_train.placement.cost.cost_model import estimate_cost
 from hpc_train.placement.fabric import Fabric, FabricLevel
 from hpc_train.placement.node_orders import order_along_tree
 from hpc_train.placement.placement_result import Placement

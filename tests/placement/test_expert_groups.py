@@ -6,7 +6,7 @@ import pytest
 from placement_fabrics import tree_fabric
 
 from hpc_train.config.compose import compose
-from hpc_train.placement.cost import estimate_cost
+from hpc_train.placement.cost.cost_model import estimate_cost
 from hpc_train.placement.mesh_groups import list_groups
 from hpc_train.traffic.flows import compute_flows, list_axis_sizes
 

@@ -23,7 +23,7 @@ from plain_cost import group_ranks, phases
 
 from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
-from hpc_train.placement.cost import CostModel, build_cost_model
+from hpc_train.placement.cost.cost_model import CostModel, build_cost_model
 from hpc_train.placement.described_cluster import locate_described_cluster, name_described_nodes
 from hpc_train.placement.fabric import Fabric
 from hpc_train.placement.fabric_from_config import build_located_fabric

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement_fabrics import GB, fabrics, flow_lists, meshes, problems, reordered, tree_fabric
 
-from hpc_train.placement.cost import build_cost_model, estimate_cost
+from hpc_train.placement.cost.cost_model import build_cost_model, estimate_cost
 from hpc_train.placement.fabric import Fabric, find_tapered_levels
 from hpc_train.placement.mesh_groups import find_crossable_groups
 from hpc_train.placement.node_orders import (

@@ -10,8 +10,8 @@ from placement_fabrics import GB, fabrics, flow_lists, meshes, problems, tree_fa
 from plain_cost import plain_cost
 
 from hpc_train.errors import UserError
-from hpc_train.placement.collective_messages import DOMAIN_LEVEL
-from hpc_train.placement.cost import build_cost_model, estimate_cost
+from hpc_train.placement.cost.collective_messages import DOMAIN_LEVEL
+from hpc_train.placement.cost.cost_model import build_cost_model, estimate_cost
 from hpc_train.placement.fabric import Fabric, FabricLevel
 from hpc_train.traffic.axes import Flow
 

@@ -18,7 +18,7 @@ from placement_study import (
     study,
 )
 
-from hpc_train.placement.cost import build_cost_model, estimate_cost
+from hpc_train.placement.cost.cost_model import build_cost_model, estimate_cost
 from hpc_train.placement.explanation import advise_allocation
 from hpc_train.placement.node_orders import pack_cells
 from hpc_train.placement.search import compute_lower_bound, search_placement

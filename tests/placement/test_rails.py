@@ -14,9 +14,9 @@ from concurrent_flow import Ends, solve_concurrent_flow
 
 from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
-from hpc_train.placement.cost import build_cost_model
+from hpc_train.placement.cost.cost_model import build_cost_model
+from hpc_train.placement.cost.dragonfly import bound_routing
 from hpc_train.placement.described_cluster import locate_described_cluster, name_described_nodes
-from hpc_train.placement.dragonfly import bound_routing
 from hpc_train.placement.fabric import Fabric, FabricLevel
 from hpc_train.placement.fabric_from_config import build_fabric, build_located_fabric
 from hpc_train.traffic.axes import Collective, Flow

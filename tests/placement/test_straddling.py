@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from placement_fabrics import problems, tree_fabric
 from plain_cost import group_ranks
 
-from hpc_train.placement.cost import build_cost_model
+from hpc_train.placement.cost.cost_model import build_cost_model
 from hpc_train.placement.explanation import advise_allocation, count_least_straddling
 from hpc_train.placement.mesh_groups import count_straddling, find_crossable_groups, find_node_grid, format_axes
 from hpc_train.placement.search import search_placement

@@ -15,11 +15,11 @@ from hpc_train.config.run import RunConfig
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.parallel.rules.pipeline import check_blocks
 from hpc_train.placement.allocation import find_allocation, shuffle_nodes
-from hpc_train.placement.cost import build_cost_model
+from hpc_train.placement.cost.cost_model import build_cost_model
+from hpc_train.placement.cost.dragonfly import RoutingBounds, bound_routing
 from hpc_train.placement.described_cluster import count_ranks_per_node
 from hpc_train.placement.diagram.canvas import check_picture_path
 from hpc_train.placement.diagram.picture import PlacementPanels, choose_axes
-from hpc_train.placement.dragonfly import RoutingBounds, bound_routing
 from hpc_train.placement.explanation import advise_allocation, name_taper_settings
 from hpc_train.placement.fabric import build_levels
 from hpc_train.placement.fabric_from_config import list_assumptions

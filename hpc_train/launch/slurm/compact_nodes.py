@@ -305,7 +305,7 @@ class _Comparison:
         """
         if isinstance(self.config.model, (CustomModelConfig, HfModelConfig)):
             return None
-        from hpc_train.placement.cost import build_cost_model
+        from hpc_train.placement.cost.cost_model import build_cost_model
         from hpc_train.placement.node_locations import JobHost, locate_hosts
         from hpc_train.placement.search import make_placement_job, place_nodes
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from hpc_train.cluster.spec import Cluster
 from hpc_train.cluster.switch_tree import find_paths
 from hpc_train.errors import UserError
-from hpc_train.placement.cost import CostModel
+from hpc_train.placement.cost.cost_model import CostModel
 from hpc_train.placement.diagram.canvas import FAINT_COLOUR, Canvas, choose_load_colour, measure_text
 from hpc_train.placement.diagram.column_layout import COLUMN_LAYOUT
 from hpc_train.placement.diagram.panel import Panel, draws_each_node, select_drawn_levels

@@ -1,6 +1,6 @@
 """Choose which local rank takes which GPU of its node, for nodes whose GPUs are not all linked alike.
 
-The cost is that of the placement of nodes (cost.py): seconds = calls x bytes of a phase / bandwidth of the busiest
+The cost is that of the placement of nodes (cost/): seconds = calls x bytes of a phase / bandwidth of the busiest
 link, for every flow, one after the other, all groups of an axis at once. In a node the links are those between pairs:
 
 - A ring collective goes over all links between its group's GPUs, since NCCL cuts it into rings and trees over them. The
@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_train.placement.collective_phases import Backend, CollectivePhase, EdgeKind, list_edges, list_phases
+from hpc_train.placement.cost.collective_phases import Backend, CollectivePhase, EdgeKind, list_edges, list_phases
 from hpc_train.placement.mesh_groups import list_groups
 from hpc_train.placement.node.gpu_links import GpuLinks
 from hpc_train.traffic.axes import Flow

@@ -18,8 +18,8 @@ from pathlib import Path
 from hpc_train.cluster.switch_tree import UnitUplink
 from hpc_train.config.cluster import ClusterConfig
 from hpc_train.config.run import RunConfig
-from hpc_train.placement.collective_phases import Backend
-from hpc_train.placement.cost import estimate_cost
+from hpc_train.placement.cost.collective_phases import Backend
+from hpc_train.placement.cost.cost_model import estimate_cost
 from hpc_train.placement.described_cluster import count_ranks_per_node
 from hpc_train.placement.fabric import Fabric
 from hpc_train.placement.fabric_from_config import FabricFigures, build_located_fabric, collect_figures

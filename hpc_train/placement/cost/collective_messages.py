@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_train.placement.collective_phases import CollectivePhase, list_edges
+from hpc_train.placement.cost.collective_phases import CollectivePhase, list_edges
 from hpc_train.placement.fabric import Fabric, FabricLevel
 from hpc_train.placement.mesh_groups import GroupRows
 
