@@ -109,13 +109,13 @@ def assert_legal(number: Any, text: str, kind: str, allowed: Range) -> None:
     [
         (["train.steps=null"], "train.steps=null: is not a number of steps; give one, or train.epochs"),
         (["train.steps=100000000000000000000000"], "train.steps=1000"),
-        (["data.name=wikitext"], "data.name=wikitext: only labels what data=stdlib is, and chooses nothing"),
+        (["data.name=wikitext"], "data.name=wikitext: is only a label of data=stdlib, and chooses nothing"),
         (["data=text", "data.name=stdlib_bpe"], "write data=stdlib_bpe"),
         (["data.name=stdlb"], "did you mean 'stdlib'?"),
         (["data=digits", "model=vit_tiny", "data.name=mnist"], "data.name=mnist: must be one of digits"),
-        (["data.kind=images"], "only labels what data=stdlib is"),
+        (["data.kind=images"], "is only a label of data=stdlib"),
         (["model.name=llama_1b"], "write model=llama_1b"),
-        (["model.kind=vit"], "only labels what model=llama_tiny is"),
+        (["model.kind=vit"], "is only a label of model=llama_tiny"),
         (["cluster.name=dgx_h10"], "did you mean 'dgx_h100'?"),
         (["optim.name=adam"], "did you mean 'adamw'?"),
         (["optim.schedule.name=cosin"], "did you mean 'cosine'?"),
@@ -140,7 +140,7 @@ def test_labels_that_agree_and_those_of_your_own_files(tmp_path: Path) -> None:
     (tmp_path / "data/mine.yaml").write_text("defaults: [token_schema, _self_]\nname: my text\nsources: [stdlib]\n")
     assert compose(["data=mine"], str(tmp_path)).data.name == "my text"
     assert compose(["data=mine", "data.name='my text'"], str(tmp_path)).data.name == "my text"
-    with pytest.raises(UserError, match="only labels what data=mine is"):
+    with pytest.raises(UserError, match="is only a label of data=mine"):
         compose(["data=mine", "data.name=wikitext"], str(tmp_path))
     assert compose(["data=text", "data.name=text"]).data.name == "text"
     assert compose(["model=custom", "model.name=anything"]).model.name == "anything"

@@ -304,16 +304,16 @@ class StepWriter:
         files = self.cache.restore_unchanged([written.files for written in ranks])
         loss = staged.validation_loss
         return Manifest(
-            staged.step,
-            choose_sequence_number(self.directory),
-            len(ranks),
-            self.cache.build_step_layout([layout for _, layout in files]),
-            tuple(file for file, _ in files),
-            staged.extra,
-            staged.finite and all(written.finite for written in ranks),
-            loss if loss is not None and isfinite(loss) else None,
-            staged.origin,
-            timer.all_written(staged.total_stall, [written.seconds for written in ranks]),
+            step=staged.step,
+            sequence=choose_sequence_number(self.directory),
+            world_size=len(ranks),
+            step_layout=self.cache.build_step_layout([layout for _, layout in files]),
+            files=tuple(file for file, _ in files),
+            extra=staged.extra,
+            finite=staged.finite and all(written.finite for written in ranks),
+            validation_loss=loss if loss is not None and isfinite(loss) else None,
+            origin=staged.origin,
+            times=timer.all_written(staged.total_stall, [written.seconds for written in ranks]),
         )
 
     def _commit(

@@ -223,23 +223,17 @@ def _print_step(facts: dict[str, Any]) -> None:
     )
     if facts["timeline"]:
         print()
-        print_table(
-            ("time", "attempt", "event", "step", *_SECONDS), [_format_event_cells(event) for event in facts["timeline"]]
-        )
+        cells = [_format_event_cells(event) for event in facts["timeline"]]
+        print_table(("time", "attempt", "event", "step", *_SECONDS), cells)
     if "tensors" in facts:
         print()
-        rows = [
-            (
-                tensor["name"],
-                tensor["dtype"],
-                _join_sizes(tensor["shape"]),
-                format_bytes(tensor["bytes"]),
-                tensor["files"],
-                _join_sizes(tensor["cuts"]),
-            )
-            for tensor in facts["tensors"]
-        ]
-        print_table(("tensor", "dtype", "shape", "size", "files", "cut"), rows, numbers=("size", "files"))
+        columns = ("tensor", "dtype", "shape", "size", "files", "cut")
+        print_table(columns, [_format_tensor_cells(tensor) for tensor in facts["tensors"]], numbers=("size", "files"))
+
+
+def _format_tensor_cells(tensor: dict[str, Any]) -> tuple[object, ...]:
+    shape, cuts = _join_sizes(tensor["shape"]), _join_sizes(tensor["cuts"])
+    return tensor["name"], tensor["dtype"], shape, format_bytes(tensor["bytes"]), tensor["files"], cuts
 
 
 def _list_file_fields(file: ShardFile) -> dict[str, Any]:

@@ -278,9 +278,7 @@ def _check_label(config: RunConfig, overrides: Sequence[str], text: str, key: st
         return
     options = find_option_files(group, config_dir)
     meant = f"write {group}={value}" if value in options else suggest_names(str(value), options)
-    raise UserError(
-        f"{text}: only labels what {group}={option} is, and chooses nothing; {meant}; {_OF_YOUR_OWN[group]}"
-    )
+    raise UserError(f"{text}: is only a label of {group}={option}, and chooses nothing; {meant}; {_OF_YOUR_OWN[group]}")
 
 
 def _changes_model(overrides: Sequence[str]) -> bool:
