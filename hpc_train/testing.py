@@ -175,7 +175,9 @@ def _start(rank: int, ranks: int, folder: str, parallel: ParallelConfig, timeout
 
     store = dist.FileStore(f"{folder}/store", ranks)
     store.set_timeout(timedelta(seconds=timeout))
-    task = Task(rank, ranks, rank, 0, 1, "testing", "localhost", store)
+    task = Task(
+        process=rank, processes=ranks, local=rank, node=0, nodes=1, launcher="testing", host="localhost", store=store
+    )
     config = RunConfig(parallel=parallel)
     config.launch.timeout_seconds = int(timeout)
     return start(task, RankMap(tuple(range(ranks))), config)

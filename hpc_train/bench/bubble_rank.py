@@ -47,14 +47,14 @@ class _RunningSchedule:
 
     def _make(self, world: World) -> Schedule:
         pipeline = Pipeline(
-            self.name,
-            self.order if self.name.endswith(".csv") else None,
-            self.order.placement,
-            self._parts,
-            world.mesh["pp"].get_group(),
-            world.device,
-            self.timeline,
-            StepMasks((), RunConfig(), world),
+            name=self.name,
+            order=self.order if self.name.endswith(".csv") else None,
+            ranks=self.order.placement,
+            parts=self._parts,
+            group=world.mesh["pp"].get_group(),
+            device=world.device,
+            timeline=self.timeline,
+            masks=StepMasks((), RunConfig(), world),
         )
         inputs = torch.empty(1, FEATURES, device="meta")
         return pipeline.make_training_schedule(

@@ -122,13 +122,13 @@ def _summarise_orders(
     computation = max(0.0, measured[_REFERENCE_ORDER] - modelled[_REFERENCE_ORDER])
     return [
         OrderResult(
-            order.name,
-            order.what,
-            tuple(hosts[order.name]),
-            measured[order.name],
-            tuple(times[order.name]),
-            modelled[order.name],
-            computation + modelled[order.name],
+            name=order.name,
+            what=order.what,
+            hosts=tuple(hosts[order.name]),
+            seconds=measured[order.name],
+            rounds=tuple(times[order.name]),
+            communication=modelled[order.name],
+            predicted=computation + modelled[order.name],
         )
         for order in given
     ]

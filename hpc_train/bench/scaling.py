@@ -113,13 +113,13 @@ def measure_scaling(
         times, planned_seconds = size / sizes[0], planned[size]
         points.append(
             ScalingPoint(
-                size,
-                strong.seconds,
-                weak.seconds,
-                compute_efficiency(first, strong, times),
-                compute_efficiency(first, weak, 1.0),
-                base / (times * planned_seconds) if base is not None and planned_seconds else None,
-                strong.verdict,
+                size=size,
+                strong_seconds=strong.seconds,
+                weak_seconds=weak.seconds,
+                strong=compute_efficiency(first, strong, times),
+                weak=compute_efficiency(first, weak, 1.0),
+                planned=base / (times * planned_seconds) if base is not None and planned_seconds else None,
+                verdict=strong.verdict,
             )
         )
     return points

@@ -218,14 +218,16 @@ def describe_ranks() -> World:
     """
     no_mesh = cast(Any, None)
     if not dist.is_available() or not dist.is_initialized():
-        return World(0, 1, 0, torch.device("cpu"), no_mesh, 0, 1)
+        return World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), mesh=no_mesh, dp_index=0, dp_size=1)
     rank, size = dist.get_rank(), dist.get_world_size()
     if size > 1 and "cpu:" not in (backends := dist.get_backend_config()):
         raise UserError(
             f"the default process group ({backends}) cannot move CPU tensors, which checkpoints need; start it with "
             "init_process_group('cpu:gloo,cuda:nccl')"
         )
-    return World(rank, size, 0, torch.device("cpu"), no_mesh, rank, size)
+    return World(
+        rank=rank, size=size, local_rank=0, device=torch.device("cpu"), mesh=no_mesh, dp_index=rank, dp_size=size
+    )
 
 
 def _log_failure(future: Future[SaveResult]) -> None:

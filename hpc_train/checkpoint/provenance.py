@@ -95,7 +95,15 @@ class SaveTimer:
         at = time.time() - (time.monotonic() - self.started)
         agree = self.seconds["agree"] - write
         copy, prepare = self.seconds["copy"], self.seconds["prepare"]
-        self.times = SaveTimes(at, stall, copy, prepare, write, list(writes).index(max(writes)), agree)
+        self.times = SaveTimes(
+            at=at,
+            stall=stall,
+            copy=copy,
+            prepare=prepare,
+            write=write,
+            slowest_rank=list(writes).index(max(writes)),
+            agree=agree,
+        )
         return self.times
 
     def committed(self) -> SaveTimes | None:

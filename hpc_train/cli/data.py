@@ -42,13 +42,13 @@ def build_command(args: argparse.Namespace) -> int:
         return _build_images(args)
     vocab_size = args.vocab_size or (_BPE_VOCAB if args.tokenizer == "bpe" else 256)
     recipe = StoreRecipe(
-        tuple(args.source),
-        tuple(args.suffix or _SUFFIXES),
-        args.tokenizer,
-        vocab_size,
-        args.column or choose_default_column(args.chat),
-        args.chat,
-        args.end_of_document,
+        sources=tuple(args.source),
+        suffixes=tuple(args.suffix or _SUFFIXES),
+        tokenizer=args.tokenizer,
+        vocab_size=vocab_size,
+        column=args.column or choose_default_column(args.chat),
+        chat=args.chat,
+        end_of_document=args.end_of_document,
     )
     workers = args.workers or len(os.sched_getaffinity(0))
     with _show_progress() as progress:

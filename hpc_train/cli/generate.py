@@ -77,7 +77,15 @@ def _generate(args: argparse.Namespace) -> int:
     from hpc_train.inference.generate import GenerateOptions, generate_texts
     from hpc_train.inference.load_model import load_model
 
-    options = GenerateOptions(args.tokens, args.temperature, args.top_k, args.top_p, args.seed, args.chat, args.batch)
+    options = GenerateOptions(
+        tokens=args.tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+        chat=args.chat,
+        batch=args.batch,
+    )
     loaded = load_model(args.where, args.tokenizer, choose_device(args.device), args.base, args.weights)
     is_answer = args.chat or loaded.has_encoder  # not what goes on behind the prompt
     if len(prompts) == 1 and not args.json:

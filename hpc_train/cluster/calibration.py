@@ -93,7 +93,16 @@ def read_calibration(path: Path) -> Calibration:
         cluster, backend, date = (str(content[name]) for name in ("cluster", "backend", "date"))
         residuals = tuple(_parse_residual(entry) for entry in content.get("residuals", []))
         evidence = {str(name): int(count) for name, count in content.get("evidence", {}).items()}
-        return Calibration(cluster, backend, date, levels, device, planner, residuals, evidence)
+        return Calibration(
+            cluster=cluster,
+            backend=backend,
+            date=date,
+            levels=levels,
+            device=device,
+            planner=planner,
+            residuals=residuals,
+            evidence=evidence,
+        )
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):

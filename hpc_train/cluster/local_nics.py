@@ -89,14 +89,14 @@ def _read_rdma_nic(device: Path, path: PciPath) -> Nic:
     guid = re.sub("[^0-9a-f]", "", (read_text(device / "node_guid") or "").lower())
     layers = [LINK_LAYERS.get((read_text(port / "link_layer") or "").lower()) for port in [*up, *ports]]
     return Nic(
-        "",
-        device.name,
-        find_numa_node(device / "device"),
-        get_pci_address(path),
-        guid if len(guid) == 16 and guid.strip("0") else None,
-        bool(up),
-        sum_rates(parse_port_rate(read_text(port / "rate")) for port in up),
-        "efa" if _find_driver(device / "device") == "efa" else next(iter(layers), None),
+        id="",
+        device=device.name,
+        numa=find_numa_node(device / "device"),
+        pci=get_pci_address(path),
+        guid=guid if len(guid) == 16 and guid.strip("0") else None,
+        active=bool(up),
+        gbit_s=sum_rates(parse_port_rate(read_text(port / "rate")) for port in up),
+        layer="efa" if _find_driver(device / "device") == "efa" else next(iter(layers), None),
     )
 
 

@@ -62,7 +62,15 @@ def describe_this_node(root: str | Path = "/", nvml: Any | None = None) -> Clust
 
 def _make_nvidia_gpu(position: int, gpu: NvmlGpu, numa: tuple[NumaNode, ...], root: Path) -> Gpu:
     node = find_numa_of_address(gpu.pci, root) if gpu.pci else None
-    return Gpu(f"GPU{position}", node, _find_cpus(node, numa), gpu.name, gpu.pci, gpu.nvlinks, gpu.clique)
+    return Gpu(
+        id=f"GPU{position}",
+        numa=node,
+        cpus=_find_cpus(node, numa),
+        name=gpu.name,
+        pci=gpu.pci,
+        nvlinks=gpu.nvlinks,
+        clique=gpu.clique,
+    )
 
 
 def _make_amd_gpu(position: int, gpu: local_gpus.AmdGpu, numa: tuple[NumaNode, ...], root: Path) -> Gpu:

@@ -32,7 +32,7 @@ from hpc_train.doctor.speeds import (
 from hpc_train.errors import UserError
 from hpc_train.interfaces import Task
 from hpc_train.messages import Codec, all_gather_values
-from hpc_train.parallel.rules.parameter_server import needs_mpi
+from hpc_train.parallel.rules.parameter_server import find_mpi_setting
 from hpc_train.placement.communication_environment import apply_settings, choose_socket_settings
 from hpc_train.resilience.preflight import SIZES, run_preflight
 from hpc_train.runtime.identity import ProcessIdentity, find_local_address
@@ -87,7 +87,7 @@ def _init_process_group(task: Task, backend: str) -> None:
 
 def _check_together(config: RunConfig, task: Task, report: RankReport) -> tuple[list[Finding] | None, int]:
     reports = gather_from_all(report)
-    findings = list(check_agreement(reports, task.launcher, needs_mpi(config) is not None))
+    findings = list(check_agreement(reports, task.launcher, find_mpi_setting(config) is not None))
     device = _choose_device(reports, task)
     if device.type == "cuda":
         leave_process_group()

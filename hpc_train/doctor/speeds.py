@@ -65,7 +65,11 @@ def measure_reductions(
         ranks = degrees.world if axis == WORLD_AXIS else getattr(degrees, axis)
         bus = buffer.nbytes / slowest * compute_bus_factor("all_reduce", ranks) if slowest else 0.0
         predicted = None if why else predict_seconds(config, degrees, hosts, axis, buffer.nbytes, device.type)
-        reductions.append(AxisReduction(axis, ranks, buffer.nbytes, slowest, bus, predicted, why))
+        reductions.append(
+            AxisReduction(
+                axis=axis, ranks=ranks, bytes=buffer.nbytes, seconds=slowest, bus=bus, predicted=predicted, failed=why
+            )
+        )
     return reductions
 
 

@@ -136,7 +136,15 @@ def evaluate_checkpoint(request: EvaluationRequest, device: torch.device) -> Che
         raise UserError(f"{data.name}: has no target that counts, so there is no loss; give other data")
     samples = len(data) if request.batches is None else batches * loader.global_batch
     at = None if step is None else step.manifest.step
-    return CheckpointScore(at, averaged, data.name, split, samples, _name_unit(config.data), result)
+    return CheckpointScore(
+        step=at,
+        averaged=averaged,
+        data=data.name,
+        split=split,
+        samples=samples,
+        unit=_name_unit(config.data),
+        result=result,
+    )
 
 
 def _name_unit(data: DataConfig) -> str:

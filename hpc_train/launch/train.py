@@ -26,7 +26,7 @@ from hpc_train.errors import (
 from hpc_train.launch.command_output import CommandOutput, Report
 from hpc_train.launch.freeze import describe_finished_run, freeze_run
 from hpc_train.launch.job_spec import JobSpec
-from hpc_train.parallel.rules.parameter_server import needs_mpi
+from hpc_train.parallel.rules.parameter_server import find_mpi_setting
 from hpc_train.runtime.identity import ProcessIdentity, identify_process
 from hpc_train.runtime.stop_request import StopRequest
 from hpc_train.training.run_directory import (
@@ -94,7 +94,7 @@ def _freeze_local_run(config: RunConfig, report: Report) -> tuple[RunDirectory, 
     from hpc_train.launch.local.rank_pool import check_wrap, count_local_ranks
 
     check_wrap(config.launch.wrap)
-    if mpi := needs_mpi(config):
+    if mpi := find_mpi_setting(config):
         raise UserError(f"{mpi}: MPI must start the ranks; use mpirun -n RANKS hpc-train train ..., or srun --mpi=pmix")
     ranks = count_local_ranks(config)
     folder = locate_run_directory(config)

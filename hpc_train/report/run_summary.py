@@ -78,19 +78,19 @@ def summarise_run(point: RunPoint, run_client: RunClient) -> RunSummary:
     # The verdict is a pure function of records; only here is the planner asked what each advice would bring.
     verdict = replace(verdict, advice=rate_advice(verdict.advice, config, len(ranks)))
     return RunSummary(
-        point.name,
-        point.run,
-        status,
-        verdict,
-        losses,
-        table,
-        read_steps(point.run / "metrics.jsonl"),
-        read_events(point.run),
-        account_run_directory(point.run),
-        config,
-        ranks,
-        facts,
-        tuple(filter(None, (note, _describe_silent_ranks(table, facts)))),
+        name=point.name,
+        path=point.run,
+        status=status,
+        verdict=verdict,
+        losses=losses,
+        table=table,
+        steps=read_steps(point.run / "metrics.jsonl"),
+        events=read_events(point.run),
+        ledger=account_run_directory(point.run),
+        config=config,
+        ranks=ranks,
+        facts=facts,
+        notes=tuple(filter(None, (note, _describe_silent_ranks(table, facts)))),
     )
 
 

@@ -99,14 +99,14 @@ def judge_run(table: StepTable | None, facts: Facts) -> tuple[Verdict, StepLosse
         first, *other_findings = findings
         severity = "critical" if first.share >= CRITICAL_FROM else "warning"
         return Verdict(
-            first.name,
-            first.share,
-            severity,
-            first.ranks,
-            first.nodes,
-            (first.evidence,),
-            advise(first, facts),
-            tuple(other_findings),
+            name=first.name,
+            share_lost=first.share,
+            severity=severity,
+            ranks=first.ranks,
+            nodes=first.nodes,
+            evidence=(first.evidence,),
+            advice=advise(first, facts),
+            further=tuple(other_findings),
         ), losses
     assert losses is not None
     useful = losses.useful / losses.total if losses.total else 0.0

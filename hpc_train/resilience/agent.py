@@ -73,7 +73,15 @@ def decode_report(line: str) -> Report | None:
         value = parse_json_object(line)
         host = str(value["host"])
         views = [
-            RankView(int(task), Phase(phase), int(step), float(silent), float(deadline), str(state), host)
+            RankView(
+                task=int(task),
+                phase=Phase(phase),
+                step=int(step),
+                silent=float(silent),
+                deadline=float(deadline),
+                state=str(state),
+                host=host,
+            )
             for task, phase, step, silent, deadline, state in value["ranks"]
         ]
         learned = {Phase[name]: float(seconds) for name, seconds in value["learned"].items()}

@@ -115,7 +115,15 @@ class NodeWatch:
         followed.stopped = followed.stopped + tick if state == STOPPED else 0.0
         if state == STOPPED:  # counted from the stop on: before it, the rank may have been silent for as long as it may
             deadline = min(deadline, followed.silent - followed.stopped + self._limits.step)
-        return RankView(beat.task, beat.phase, beat.step, followed.silent, deadline, state, self._host)
+        return RankView(
+            task=beat.task,
+            phase=beat.phase,
+            step=beat.step,
+            silent=followed.silent,
+            deadline=deadline,
+            state=state,
+            host=self._host,
+        )
 
 
 def seconds_to_next_look(views: Iterable[RankView]) -> float:
@@ -194,7 +202,10 @@ def list_absent(views: Sequence[RankView], hosts: Sequence[str]) -> list[RankVie
     seen, silent = {view.task for view in views}, max((view.silent for view in views), default=0.0)
     deadline = max((view.deadline for view in views), default=0.0)
     absent = [(task, host) for task, host in enumerate(hosts) if task not in seen]
-    return [RankView(task, Phase.START, 0, silent, deadline, NOT_BEGUN, host) for task, host in absent]
+    return [
+        RankView(task=task, phase=Phase.START, step=0, silent=silent, deadline=deadline, state=NOT_BEGUN, host=host)
+        for task, host in absent
+    ]
 
 
 def _stand_out(alive: Sequence[RankView]) -> list[RankView]:

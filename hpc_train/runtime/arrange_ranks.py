@@ -147,14 +147,14 @@ def export_environment(assignment: RankAssignment, task: Task, env: MutableMappi
 def arrange_ranks(
     task: Task,
     config: RunConfig,
-    needs_mpi: str | None = None,
+    mpi_setting: str | None = None,
     env: MutableMapping[str, str] | None = None,
     find: SearchPlacement = search_placement,
 ) -> RankMap:
     """Agree on which rank each process takes, bind this process and set its environment variables. A collective.
 
-    needs_mpi: the setting that requires MPI to have started the ranks; None if no setting does. env: changed in place,
-    by default this process's. find: searches for a placement.
+    mpi_setting: the setting that requires MPI to have started the ranks; None if no setting does. env: changed in
+    place, by default this process's. find: searches for a placement.
     Raises UserError, on every process, if launch.placement=strict and the ranks cannot be placed, or if MPI and the
     launcher count ranks differently.
     """
@@ -163,20 +163,20 @@ def arrange_ranks(
     env = os.environ if env is None else env
     # All of this comes before the process group: ranks, and so the group's members, are only decided here.
     environment = RankEnvironment(env, config.cluster.environment)
-    local_info, interface = _collect_local_info(task, config, needs_mpi, environment)
+    local_info, interface = _collect_local_info(task, config, mpi_setting, environment)
     timeout = timedelta(seconds=config.launch.timeout_seconds)
     assignment, hashed = agree_on_assignment(
-        task, local_info, timeout, lambda infos: _decide_on_process_0(config, task, infos, needs_mpi, env, find)
+        task, local_info, timeout, lambda infos: _decide_on_process_0(config, task, infos, mpi_setting, env, find)
     )
     _check_assignment(assignment, task, config)
     node_infos = gather_node_info(task)
     seats = seat_ranks(node_infos, assignment.gpus)
-    binding = bind_rank(config.launch, seats, task.local, env, mpi=needs_mpi is not None)
+    binding = bind_rank(config.launch, seats, task.local, env, mpi=mpi_setting is not None)
     gpu = node_infos[assignment.gpus[task.local]].gpu if assignment.gpus else local_info.gpu
     # Before a library reads them: gloo, NCCL and OpenMP look at their variables once.
     sockets = choose_socket_settings(interface, task.nodes, config.cluster.fabric.interface is not None)
     settings = [VariableSetting(*setting) for setting in assignment.settings]
-    nic_settings = [] if needs_mpi else choose_gpu_nic_settings(node_infos, gpu, task.nodes)
+    nic_settings = [] if mpi_setting else choose_gpu_nic_settings(node_infos, gpu, task.nodes)
     environment.set([*sockets, *settings], nic_settings)
     if task.launcher != "single":
         export_environment(assignment, task, env)
@@ -185,27 +185,27 @@ def arrange_ranks(
         per_rank["environment"] = environment.per_rank
     changes = environment.describe(quiet=sockets if task.nodes == 1 else ())
     return RankMap(
-        assignment.map_processes(),
-        assignment.reason,
-        assignment.warning,
-        tuple(_report_lines(assignment, task, binding, changes)),
-        _describe_assignment(assignment, hashed, environment),
-        per_rank,
-        assignment.gpus[task.local] if assignment.gpus else None,
+        process_to_rank=assignment.map_processes(),
+        reason=assignment.reason,
+        warning=assignment.warning,
+        lines=tuple(_report_lines(assignment, task, binding, changes)),
+        shared=_describe_assignment(assignment, hashed, environment),
+        per_rank=per_rank,
+        gpu=assignment.gpus[task.local] if assignment.gpus else None,
     )
 
 
 def _collect_local_info(
-    task: Task, config: RunConfig, needs_mpi: str | None, environment: RankEnvironment
+    task: Task, config: RunConfig, mpi_setting: str | None, environment: RankEnvironment
 ) -> tuple[ProcessInfo, str]:
-    """Return this process's facts, and the interface of its address. A collective with needs_mpi: it starts MPI."""
+    """Return this process's facts, and the interface of its address. A collective with mpi_setting: it starts MPI."""
     address, interface = find_local_address(task.host, task.nodes, config.cluster.fabric.interface)
     gpu = find_pci_address(pick_device(task, config))
     visible = torch.cuda.device_count() if gpu is not None else 0
     mpi_view = None
-    if needs_mpi:
+    if mpi_setting:
         if missing := find_missing_mpi(task.launcher, environment.env):
-            raise UserError(f"{needs_mpi}: {missing}")
+            raise UserError(f"{mpi_setting}: {missing}")
         if "mpi4py.MPI" not in sys.modules:
             environment.set_before_mpi(choose_mpi_nic_settings(task, gpu))
         mpi_view = read_mpi_rank_and_size(task, timedelta(seconds=config.launch.timeout_seconds))
@@ -216,7 +216,7 @@ def _decide_on_process_0(
     config: RunConfig,
     task: Task,
     infos: list[ProcessInfo],
-    needs_mpi: str | None,
+    mpi_setting: str | None,
     env: MutableMapping[str, str],
     find: SearchPlacement,
 ) -> RankAssignment:
@@ -231,7 +231,7 @@ def _decide_on_process_0(
     differs = compare_with_slurm(task, env)
     return replace(
         assignment,
-        refusal=(find_mpi_disagreement(infos, task.launcher, needs_mpi) if needs_mpi else None)
+        refusal=(find_mpi_disagreement(infos, task.launcher, mpi_setting) if mpi_setting else None)
         or find_missing_file(config.cluster.environment, task.host),
         notes=[*assignment.result.get("notes", []), *_find_harmful_settings(infos), *([differs] if differs else [])],
         settings=[[setting.name, setting.value, setting.reason] for setting in settings],

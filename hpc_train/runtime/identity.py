@@ -183,7 +183,16 @@ def _check_identity(identity: ProcessIdentity) -> None:
 
 def make_single_identity() -> ProcessIdentity:
     """Return the identity of the only process of a job."""
-    return ProcessIdentity(0, 1, 0, 0, 1, "single", socket.gethostname(), "single-0")
+    return ProcessIdentity(
+        process=0,
+        processes=1,
+        local=0,
+        node=0,
+        nodes=1,
+        launcher="single",
+        host=socket.gethostname(),
+        attempt_key="single-0",
+    )
 
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h

@@ -53,14 +53,14 @@ def join(
     store = open_job_store(identity, env, interface, min(meeting or timeout, timeout))
     store.set_timeout(timeout)
     return Task(
-        identity.process,
-        identity.processes,
-        identity.local,
-        identity.node,
-        identity.nodes,
-        identity.launcher,
-        identity.host,
-        store,
+        process=identity.process,
+        processes=identity.processes,
+        local=identity.local,
+        node=identity.node,
+        nodes=identity.nodes,
+        launcher=identity.launcher,
+        host=identity.host,
+        store=store,
     )
 
 
@@ -142,7 +142,16 @@ def make_world(
 ) -> World:
     """Make the World of a started process group. Every rank calls it."""
     mesh = init_device_mesh(device.type, degrees.sizes, mesh_dim_names=AXES)
-    return World(rank, size, local_rank, device, mesh, _compute_data_index(rank, degrees), degrees.data_parallel, store)
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        device=device,
+        mesh=mesh,
+        dp_index=_compute_data_index(rank, degrees),
+        dp_size=degrees.data_parallel,
+        store=store,
+    )
 
 
 def make_another_mesh(world: World, degrees: Degrees) -> World:

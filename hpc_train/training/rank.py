@@ -26,7 +26,7 @@ from hpc_train.errors import EXIT_DONE
 from hpc_train.interfaces import Engine, RankMap, Task, World
 from hpc_train.messages import gather_values
 from hpc_train.models.registry import build_model
-from hpc_train.parallel.rules.parameter_server import needs_mpi
+from hpc_train.parallel.rules.parameter_server import find_mpi_setting
 from hpc_train.regular_files import write_private_file
 from hpc_train.resilience.chaos import FaultInjector
 from hpc_train.resilience.heartbeat import Heartbeat, Phase
@@ -174,7 +174,10 @@ def _train_to_end(run: TrainingRun, data: Dataset | OwnStream) -> int:
 def place_rank(config: RunConfig, task: Task) -> RankMap:
     """Agree on which rank each process takes, and bind this one. Every process of the job calls it."""
     return arrange_ranks(
-        task, config, needs_mpi(config), find=partial(search_placement, parameters=partial(_count_parameters, config))
+        task,
+        config,
+        find_mpi_setting(config),
+        find=partial(search_placement, parameters=partial(_count_parameters, config)),
     )
 
 
@@ -214,7 +217,15 @@ def start_profiler(run: TrainingRun, attempt: int) -> StepProfiler | None:
     from hpc_train.training.records.profiler import StepProfiler
 
     say = run.reporter.say if run.world.rank == 0 else log.info
-    return StepProfiler(run.config, run.directory.path, attempt, run.world, run.engine.parts, run.step, say)
+    return StepProfiler(
+        config=run.config,
+        run=run.directory.path,
+        attempt=attempt,
+        world=run.world,
+        parts=run.engine.parts,
+        step=run.step,
+        report=say,
+    )
 
 
 def _describe_mixture(run: TrainingRun, data: Dataset | OwnStream) -> list[str]:

@@ -207,7 +207,16 @@ def _summarise_side(operation: str, side: str, sides: Mapping[str, Samples], gib
     low, median, high = (float(value) for value in np.quantile(wall, (0.25, 0.5, 0.75)))
     over = {base: _compute_ratio(sides[base][:, 0] / wall) for base in BASE_SIDES if base in sides and base != side}
     times = float(np.median(read)) / 2**30 / gib if operation in RESHARDINGS else None
-    return OperationResult(operation, side, median, (low, high), gib / median, float(np.median(cpu)) / gib, over, times)
+    return OperationResult(
+        operation=operation,
+        side=side,
+        seconds=median,
+        quartiles=(low, high),
+        gib_per_second=gib / median,
+        cpu_seconds_per_gib=float(np.median(cpu)) / gib,
+        over=over,
+        read=times,
+    )
 
 
 def _compute_ratio(samples: Samples) -> SpeedRatio:

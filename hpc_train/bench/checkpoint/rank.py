@@ -239,7 +239,15 @@ def _join_ranks(rank: int, ranks: int, meeting: Path) -> Iterator[World]:
             store = dist.FileStore(str(meeting / "store"), ranks)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
             stack.callback(dist.destroy_process_group)
-        yield World(rank, ranks, rank, torch.device("cpu"), cast(Any, None), rank, ranks)
+        yield World(
+            rank=rank,
+            size=ranks,
+            local_rank=rank,
+            device=torch.device("cpu"),
+            mesh=cast(Any, None),
+            dp_index=rank,
+            dp_size=ranks,
+        )
 
 
 if __name__ == "__main__":

@@ -154,7 +154,11 @@ def _check_loaded(
 
 def _make_our_side(world: World) -> ReshardSide:
     def world_of(layout: ReshardLayout) -> World:
-        return world if layout.ranks > 1 else World(0, 1, 0, world.device, world.mesh, 0, 1)
+        return (
+            world
+            if layout.ranks > 1
+            else World(rank=0, size=1, local_rank=0, device=world.device, mesh=world.mesh, dp_index=0, dp_size=1)
+        )
 
     def make_shards(
         shapes: TensorShapes, layout: ReshardLayout, tensors: Mapping[str, Tensor]

@@ -343,7 +343,15 @@ def summarise_side(side: Side, wall: Samples, cpu: Samples, tokens: int) -> Side
     """Summarise one side. wall, cpu: (rounds,) seconds per step. tokens: of a step, over all ranks."""
     low, median, high = (float(value) for value in np.quantile(wall, (0.25, 0.5, 0.75)))
     cpu_median = float(np.median(cpu))
-    return SideResult(side.name, median, (low, high), tokens / median, cpu_median, side.kept_mib, side.first_loss)
+    return SideResult(
+        name=side.name,
+        seconds=median,
+        quartiles=(low, high),
+        tokens_per_second=tokens / median,
+        cpu_seconds=cpu_median,
+        kept_mib=side.kept_mib,
+        first_loss=side.first_loss,
+    )
 
 
 def compare_sides(wall: Samples, cpu: Samples) -> TimeRatio:

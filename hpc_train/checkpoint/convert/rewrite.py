@@ -271,15 +271,15 @@ def _make_manifest(
     step = parse_step(path)
     assert step is not None, path
     return Manifest(
-        step,
-        choose_sequence_number(path.parent),
-        ranks,
-        gather_layouts([layout for _, layout in written]),
-        tuple(file for file, _ in written),
-        metadata.extra,
-        metadata.finite,
-        metadata.validation_loss,
-        metadata.origin,
+        step=step,
+        sequence=choose_sequence_number(path.parent),
+        world_size=ranks,
+        step_layout=gather_layouts([layout for _, layout in written]),
+        files=tuple(file for file, _ in written),
+        extra=metadata.extra,
+        finite=metadata.finite,
+        validation_loss=metadata.validation_loss,
+        origin=metadata.origin,
     )
 
 

@@ -153,7 +153,21 @@ def _read_dataset(file: Hdf5File, name: str, address: int) -> tuple[ParsedDatase
     length, heap, index = (attributes["torch_dtype"].take_number(size) for size in (4, 8, 4))
     place, chunk, chunks = _read_layout(file, layout, shape, itemsize)
     dtype = file.read_string(heap, index, length)
-    return ParsedDataset(name, dtype, itemsize, shape, offset, global_shape, place, chunk, chunks), of_layout, of_text
+    return (
+        ParsedDataset(
+            name=name,
+            dtype=dtype,
+            itemsize=itemsize,
+            shape=shape,
+            offset=offset,
+            global_shape=global_shape,
+            place=place,
+            chunk=chunk,
+            chunks=chunks,
+        ),
+        of_layout,
+        of_text,
+    )
 
 
 def _read_dataspace(content: Cursor) -> tuple[int, ...]:

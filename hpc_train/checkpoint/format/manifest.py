@@ -180,16 +180,16 @@ def _parse_body(data: bytes, directory: Path | None) -> Manifest:
         _check_sizes(step_layout, files, directory)
 
     return Manifest(
-        _parse_number(body["step"]),
-        _parse_number(body["sequence"]),
-        _parse_number(body["world_size"]),
-        step_layout,
-        files,
-        _parse_object(body["extra"]),
-        _parse_bool(body.get("finite", True)),
-        _parse_score(body.get("validation_loss")),
-        provenance.parse_origin(body.get("origin")),
-        provenance.parse_times(body.get("times")),
+        step=_parse_number(body["step"]),
+        sequence=_parse_number(body["sequence"]),
+        world_size=_parse_number(body["world_size"]),
+        step_layout=step_layout,
+        files=files,
+        extra=_parse_object(body["extra"]),
+        finite=_parse_bool(body.get("finite", True)),
+        validation_loss=_parse_score(body.get("validation_loss")),
+        origin=provenance.parse_origin(body.get("origin")),
+        times=provenance.parse_times(body.get("times")),
         index=_parse_checksum(body.get("index")),
     )
 

@@ -165,7 +165,16 @@ def stage_step(
         staged = stager.stage(written_shards, overlap, fuse) if written_shards else None
     except Exception as error:
         failure = error
-    return StagedStep(step, staged, extra, started, time.monotonic() - started, failure, finite, validation_loss)
+    return StagedStep(
+        step=step,
+        shard=staged,
+        extra=extra,
+        started=started,
+        stall=time.monotonic() - started,
+        failure=failure,
+        finite=finite,
+        validation_loss=validation_loss,
+    )
 
 
 def _check_shards(shards: Iterable[TensorShard]) -> Iterable[TensorShard]:
@@ -268,7 +277,9 @@ class StepWriter:
             # Returned, not raised: a training goes on without this checkpoint, and its next save may succeed.
             failed = CheckpointError(f"checkpoint step {staged.step} was not saved in {self.directory}: {error}")
             lost, seconds = isinstance(error, LostRanksError), time.monotonic() - staged.started
-            return SaveResult(staged.step, path, 0, seconds, staged.total_stall, failed, lost)
+            return SaveResult(
+                step=staged.step, path=path, bytes=0, seconds=seconds, stall=staged.total_stall, error=failed, lost=lost
+            )
         times, seconds, stall = timer.committed(), time.monotonic() - staged.started, staged.total_stall
         return SaveResult(staged.step, path, size, seconds, stall, shared=shared, warning=warning, times=times)
 

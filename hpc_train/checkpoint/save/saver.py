@@ -249,7 +249,13 @@ class Saver:
                 staged = replace(staged, failure=error)
         try:
             saved = StepWriter(
-                self.directory, self.world, self._group, self.storage, self.lock, self._writers, self._layout_cache
+                directory=self.directory,
+                world=self.world,
+                group=self._group,
+                storage=self.storage,
+                lock=self.lock,
+                writers=self._writers,
+                cache=self._layout_cache,
             ).write_and_commit(staged)
         finally:
             if staged.shard is not None and isinstance(staged.shard.image, LocalFile):

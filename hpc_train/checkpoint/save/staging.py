@@ -250,7 +250,15 @@ def make_staging_layout(memory: memoryview, image: ShardImage, file_layout: File
     placed = sorted((place, index) for index, place in enumerate(file_layout.places) if file_layout.rows[index].bytes)
     slots = [_make_slot(buffer, file_layout, index, place) for place, index in placed]
     all_aligned = all(slot.target is not None for slot in slots)
-    made = StagingLayout(memory, image, file_layout, slots, [place for place, _ in placed], [], all_aligned)
+    made = StagingLayout(
+        memory=memory,
+        image=image,
+        file_layout=file_layout,
+        slots=slots,
+        begins=[place for place, _ in placed],
+        spans=[],
+        all_aligned=all_aligned,
+    )
     made.write_structure()
     made.spans.extend(find_float_spans(memory, file_layout))
     return made

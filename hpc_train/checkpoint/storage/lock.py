@@ -187,14 +187,14 @@ def describe_this_process(env: Mapping[str, str]) -> LockOwner:
     """Return the identity of this process for a lock."""
     restarts, attempt = env.get("SLURM_RESTART_COUNT", "0"), env.get("HPC_TRAIN_ATTEMPT", "")
     return LockOwner(
-        socket.gethostname(),
-        identify_machine(),
-        os.getpid(),
-        read_start_time(os.getpid()) or "",
-        env.get("SLURM_JOB_ID"),
-        int(restarts) if restarts.isdecimal() else 0,
-        int(attempt) if attempt.isdecimal() else -1,
-        secrets.token_hex(8),
+        host=socket.gethostname(),
+        machine=identify_machine(),
+        process=os.getpid(),
+        started=read_start_time(os.getpid()) or "",
+        job=env.get("SLURM_JOB_ID"),
+        restarts=int(restarts) if restarts.isdecimal() else 0,
+        attempt=int(attempt) if attempt.isdecimal() else -1,
+        token=secrets.token_hex(8),
     )
 
 

@@ -27,7 +27,13 @@ def _data(args: argparse.Namespace) -> int:
 
     return run_data_command(
         DataBenchOptions(
-            tuple(args.source), args.tokenizer, args.column, args.workers, args.rounds, args.datasets, args.json
+            sources=tuple(args.source),
+            tokenizer=args.tokenizer,
+            column=args.column,
+            workers=args.workers,
+            rounds=args.rounds,
+            datasets=args.datasets,
+            json=args.json,
         )
     )
 

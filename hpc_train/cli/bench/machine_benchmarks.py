@@ -134,7 +134,15 @@ def _gpu(args: argparse.Namespace) -> int:
     from hpc_train.bench.gpu.gpu import PARTS, GpuBenchOptions, run_gpu_command
 
     parts = tuple(name for name in PARTS if name in (args.part or PARTS))
-    options = GpuBenchOptions(parts, args.device, args.quick, args.minutes, args.out, args.json, args.inside)
+    options = GpuBenchOptions(
+        parts=parts,
+        device=args.device,
+        quick=args.quick,
+        minutes=args.minutes,
+        out=args.out,
+        json=args.json,
+        inside=args.inside,
+    )
     return run_gpu_command(options)
 
 

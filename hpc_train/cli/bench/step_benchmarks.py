@@ -148,7 +148,13 @@ def _loss(args: argparse.Namespace) -> int:
     from hpc_train.bench.loss import LossBenchOptions, run_loss_command
 
     options = LossBenchOptions(
-        args.tokens, args.hidden, args.vocabulary, args.chunk, args.precision, args.rounds, args.count
+        tokens=args.tokens,
+        hidden=args.hidden,
+        vocabulary=args.vocabulary,
+        chunk=args.chunk,
+        precision=args.precision,
+        rounds=args.rounds,
+        count=args.count,
     )
     return run_loss_command(options, args.json)
 

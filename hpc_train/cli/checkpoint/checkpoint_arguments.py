@@ -148,7 +148,13 @@ def _add_export(commands: CommandGroup) -> None:
         if arguments.adapter and arguments.merged:
             command.error("--adapter exports adapters alone, and --merged the weights with them; give one of these")
         options = ExportOptions(
-            format, arguments.weights, arguments.dtype, config, arguments.merged, arguments.average, arguments.base
+            format=format,
+            weights=arguments.weights,
+            dtype=arguments.dtype,
+            config=config,
+            merged=arguments.merged,
+            averaged=arguments.average,
+            base=arguments.base,
         )
         return export_command(arguments.dir, arguments.out, options, arguments.json)
 

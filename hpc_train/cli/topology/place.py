@@ -70,7 +70,17 @@ def place_command(
     if options.json:
         print(json_module.dumps(_placement_to_json(job, locations, placement, notes, advice, gpus, routing)))
     else:
-        print_rich(*PlacementView(locations, fabric, job.sizes, job.flows, placement, notes, advice).render())
+        print_rich(
+            *PlacementView(
+                locations=locations,
+                fabric=fabric,
+                sizes=job.sizes,
+                flows=job.flows,
+                placement=placement,
+                notes=notes,
+                advice=advice,
+            ).render()
+        )
     return 0
 
 

@@ -126,13 +126,13 @@ def locate_store(config: TokenDataConfig) -> Path:
 
 def _make_recipe(config: TokenDataConfig) -> tuple[StoreRecipe, list[SourceFile]]:
     recipe = StoreRecipe(
-        tuple(config.sources),
-        tuple(config.suffixes),
-        config.tokenizer,
-        config.vocab_size,
-        config.column or choose_default_column(config.chat),
-        config.chat,
-        config.end_of_document,
+        sources=tuple(config.sources),
+        suffixes=tuple(config.suffixes),
+        tokenizer=config.tokenizer,
+        vocab_size=config.vocab_size,
+        column=config.column or choose_default_column(config.chat),
+        chat=config.chat,
+        end_of_document=config.end_of_document,
     )
     return recipe, find_source_files(recipe.sources, recipe.suffixes)
 

@@ -20,7 +20,7 @@ from hpc_train.errors import UserError
 from hpc_train.launch.elastic import check_elastic
 from hpc_train.launch.slurm.agent_reports import RANKS
 from hpc_train.launch.slurm.containers import Container
-from hpc_train.parallel.rules.parameter_server import needs_mpi
+from hpc_train.parallel.rules.parameter_server import find_mpi_setting
 from hpc_train.training.run_directory import RunDirectory
 
 _MODULE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/@=~-]*")
@@ -135,7 +135,7 @@ def srun_line(
     # A step without a name has that of its program, as may others that a user starts in the job.
     options += share or [f"--job-name={RANKS}"]
     options += [f"--cpus-per-task={cpus}"] if cpus else []
-    options += ["--mpi=pmix"] if needs_mpi(config) else []
+    options += ["--mpi=pmix"] if find_mpi_setting(config) else []
     options += container.srun
     inside = config.container.kind != "none"
     python = python_command(config, inside, "-u", "-m", "hpc_train.launch.rank_entrypoint")

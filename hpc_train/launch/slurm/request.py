@@ -122,7 +122,14 @@ def make_request(config: RunConfig, folder: RunDirectory, code: Snapshot | None 
     options["teardown"] = [batch_script.LINE_AFTER_RANKS]
     export = tuple(config.launch.export)
     return JobRequest(
-        nodes, per_node, batch_script.START_RANKS, options, config.launch.chain, export, code, config.launch.spares
+        nodes=nodes,
+        ranks_per_node=per_node,
+        command=batch_script.START_RANKS,
+        parameters=options,
+        chain=config.launch.chain,
+        export=export,
+        code=code,
+        spares=config.launch.spares,
     )
 
 
@@ -259,14 +266,14 @@ def parse_sinfo(text: str) -> list[PartitionNodes]:
             name, up, limit, nodes, cpus, memory, gres = fields
             partitions.append(
                 PartitionNodes(
-                    name.rstrip("*"),
-                    name.endswith("*"),
-                    up.startswith("up"),
-                    parse_minutes(limit),
-                    int(nodes.rstrip("+")),
-                    int(cpus.rstrip("+")),
-                    int(memory.rstrip("+")),
-                    sum(int(count) for count in _GPUS.findall(gres)),
+                    partition=name.rstrip("*"),
+                    default=name.endswith("*"),
+                    up=up.startswith("up"),
+                    minutes=parse_minutes(limit),
+                    nodes=int(nodes.rstrip("+")),
+                    cpus=int(cpus.rstrip("+")),
+                    memory_mib=int(memory.rstrip("+")),
+                    gpus=sum(int(count) for count in _GPUS.findall(gres)),
                 )
             )
     return partitions
@@ -344,7 +351,7 @@ def _describe_too_few_nodes(request: JobRequest, name: str, nodes: int) -> str:
     )
 
 
-def _needs_per_node(config: RunConfig) -> tuple[int, int, int]:
+def _count_needs_per_node(config: RunConfig) -> tuple[int, int, int]:
     """Return the CPUs, the MiB and the GPUs that the run takes on each node."""
     gpus = config.cluster.node.gpus if config.cluster.slurm.gpu_request != "none" else 0
     memory = round((config.launch.memory_gib or 0) * 1024)
@@ -352,13 +359,13 @@ def _needs_per_node(config: RunConfig) -> tuple[int, int, int]:
 
 
 def _fits_on(config: RunConfig, kind: PartitionNodes) -> bool:
-    cpus, memory, gpus = _needs_per_node(config)
+    cpus, memory, gpus = _count_needs_per_node(config)
     return kind.cpus >= cpus and kind.memory_mib >= memory and kind.gpus >= gpus
 
 
 def _describe_lack(config: RunConfig, chosen: Sequence[PartitionNodes]) -> str:
     """Describe what no node of the partition has enough of."""
-    cpus, memory, gpus = _needs_per_node(config)
+    cpus, memory, gpus = _count_needs_per_node(config)
     name = "/".join(dict.fromkeys(kind.partition for kind in chosen))
     most_cpus, most_memory = max(kind.cpus for kind in chosen), max(kind.memory_mib for kind in chosen)
     most_gpus = max(kind.gpus for kind in chosen)

@@ -225,13 +225,13 @@ def _scontrol_record(values: Mapping[str, str]) -> JobRecord:
     raw, task = values["JobId"], values.get("ArrayTaskId")
     job_id = f"{values['ArrayJobId']}_{task}" if task and task.isdecimal() and "ArrayJobId" in values else raw
     return JobRecord(
-        job_id,
-        raw,
-        values.get("JobState", ""),
-        "scontrol",
-        parse_nodes(values.get("NodeList", "")),
-        parse_word(values.get("Reason", "")),
-        parse_exit_code(values.get("ExitCode", "")),
+        job_id=job_id,
+        raw_id=raw,
+        state=values.get("JobState", ""),
+        source="scontrol",
+        nodes=parse_nodes(values.get("NodeList", "")),
+        reason=parse_word(values.get("Reason", "")),
+        exit_code=parse_exit_code(values.get("ExitCode", "")),
     )
 
 
@@ -257,7 +257,17 @@ def parse_sacct(text: str) -> list[JobRecord]:
         values = line.split("|")
         if len(values) == 5 and "[" not in values[0]:
             job_id, raw, state, code, where = values
-            records.append(JobRecord(job_id, raw, state, "sacct", parse_nodes(where), "", parse_exit_code(code)))
+            records.append(
+                JobRecord(
+                    job_id=job_id,
+                    raw_id=raw,
+                    state=state,
+                    source="sacct",
+                    nodes=parse_nodes(where),
+                    reason="",
+                    exit_code=parse_exit_code(code),
+                )
+            )
     return records
 
 

@@ -33,7 +33,7 @@ from hpc_train.launch.sweep.point_entrypoint import make_run_directory
 from hpc_train.launch.sweep.points import PointFreezer, freeze_points, read_grid, report_plans
 from hpc_train.launch.sweep.submit_sweep import choose_sweep_directory, compose_first, write_sweep_directory
 from hpc_train.launch.sweep.sweep_directory import FrozenPoint, SweepDirectory
-from hpc_train.parallel.rules.parameter_server import needs_mpi
+from hpc_train.parallel.rules.parameter_server import find_mpi_setting
 from hpc_train.processes import identify_machine, read_start_time
 from hpc_train.resilience.restart import Action
 from hpc_train.runtime.identity import identify_process
@@ -70,7 +70,7 @@ def train_sweep(overrides: Sequence[str], config_dir: str | None, stop: StopRequ
 
 def _count_ranks_of_point(config: RunConfig) -> int:
     """Return the ranks of a point. Raises UserError for one whose ranks only mpirun can start."""
-    if mpi := needs_mpi(config):
+    if mpi := find_mpi_setting(config):
         raise UserError(f"{mpi}: MPI must start the ranks; run these points one by one with mpirun")
     return count_local_ranks(config)
 

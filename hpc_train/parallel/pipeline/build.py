@@ -82,7 +82,16 @@ def build_pipeline_engine(
 
         balance = ExpertBalance(list(parts.values()), list_routers(on_meta), world)
     hidden = infer_stage_output(model, names[0], config, degrees)
-    return PipelineEngine(pipeline, hidden, updates, ties, config, world, at_end, balance)
+    return PipelineEngine(
+        pipeline=pipeline,
+        infer_output=hidden,
+        updates=updates,
+        ties=ties,
+        config=config,
+        world=world,
+        at_end=at_end,
+        balance=balance,
+    )
 
 
 def _make_pipeline(parts: dict[int, nn.Module], ranks: tuple[int, ...], config: RunConfig, world: World) -> Pipeline:
@@ -91,7 +100,17 @@ def _make_pipeline(parts: dict[int, nn.Module], ranks: tuple[int, ...], config: 
     timeline = Timeline(world.device, options.timeline, file, world.rank)
     order = read_schedule_file(options) if is_schedule_file(options) else None
     masks = StepMasks(parts.values(), config, world)
-    return Pipeline(options.schedule, order, ranks, parts, group, world.device, timeline, masks, config.parallel)
+    return Pipeline(
+        name=options.schedule,
+        order=order,
+        ranks=ranks,
+        parts=parts,
+        group=group,
+        device=world.device,
+        timeline=timeline,
+        masks=masks,
+        parallel=config.parallel,
+    )
 
 
 def name_stage_blocks(model: nn.Module, config: RunConfig, degrees: Degrees) -> list[list[str]]:

@@ -58,7 +58,7 @@ def _check_counts(server: ServerConfig, degrees: Degrees, mode: str) -> None:
             )
 
 
-def needs_mpi(config: RunConfig) -> str | None:
+def find_mpi_setting(config: RunConfig) -> str | None:
     """Return the setting that needs ranks started by MPI, or None."""
     if config.parallel.server.mode != "none":
         return f"parallel.server.mode={config.parallel.server.mode}"

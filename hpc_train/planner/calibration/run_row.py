@@ -65,10 +65,10 @@ class CsvRow:
 def explain_impossible(row: CsvRow) -> str | None:
     """Return why the numbers of a row are impossible; None if they are possible. Empty cells are allowed."""
     for names, fault in (
-        (_COUNTS, _is_not_a_count),
-        (_POSITIVE, _is_not_an_amount),
-        (_RATES, _is_not_a_bandwidth),
-        (_FLAGS, _is_not_a_flag),
+        (_COUNTS, _explain_bad_count),
+        (_POSITIVE, _explain_bad_amount),
+        (_RATES, _explain_bad_bandwidth),
+        (_FLAGS, _explain_bad_flag),
     ):
         for name in names:
             if row.is_stated(name) and (why := fault(row.get_number(name))):
@@ -76,19 +76,19 @@ def explain_impossible(row: CsvRow) -> str | None:
     return _find_contradiction(row)
 
 
-def _is_not_a_count(value: float) -> str | None:
+def _explain_bad_count(value: float) -> str | None:
     return None if 1 <= value <= _MAX_VALUE and value == int(value) else "which is not a whole number from 1"
 
 
-def _is_not_an_amount(value: float) -> str | None:
+def _explain_bad_amount(value: float) -> str | None:
     return None if 0 < value <= _MAX_VALUE else "which is not a number above 0"
 
 
-def _is_not_a_bandwidth(value: float) -> str | None:
+def _explain_bad_bandwidth(value: float) -> str | None:
     return None if 0 <= value <= _MAX_VALUE else "which is not a number from 0"
 
 
-def _is_not_a_flag(value: float) -> str | None:
+def _explain_bad_flag(value: float) -> str | None:
     return None if value in (0, 1) else "which is neither 0 nor 1"
 
 

@@ -187,7 +187,15 @@ def _list_of_groups(engine: Engine, tensors: Callable[[FSDPModule], Iterable[Ten
 def _describe_piece(piece: TensorShard) -> HeldShard:
     local, sizes = piece.local, (piece.shape, piece.offset, piece.local.shape)
     shape, offset, size = (tuple(int(number) for number in numbers) for numbers in sizes)
-    return HeldShard(piece.name, shape, str(piece.dtype), offset, size, piece.replica, local.nbytes)
+    return HeldShard(
+        name=piece.name,
+        shape=shape,
+        dtype=str(piece.dtype),
+        offset=offset,
+        size=size,
+        replica=piece.replica,
+        bytes=local.nbytes,
+    )
 
 
 def list_tensor_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:

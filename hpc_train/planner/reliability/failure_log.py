@@ -83,13 +83,13 @@ class FailureLog:
 
     def __add__(self, other: FailureLog) -> FailureLog:
         return FailureLog(
-            self.node_days + other.node_days,
-            self.by_node + other.by_node,
-            self.unexplained + other.unexplained,
-            self.preempted + other.preempted,
-            self.runs + other.runs,
-            self.restarts + other.restarts,
-            self.detections + other.detections,
+            node_days=self.node_days + other.node_days,
+            by_node=self.by_node + other.by_node,
+            unexplained=self.unexplained + other.unexplained,
+            preempted=self.preempted + other.preempted,
+            runs=self.runs + other.runs,
+            restarts=self.restarts + other.restarts,
+            detections=self.detections + other.detections,
         )
 
 

@@ -59,7 +59,7 @@ _BEFORE_2_3 = "torch.distributed._shard.sharded_tensor.metadata"
 
 
 @cache
-def _is_allowed() -> frozenset[tuple[str, str]]:
+def _list_allowed_globals() -> frozenset[tuple[str, str]]:
     """Return the exact names that torch's metadata is made of."""
     classes = ("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")
     paths = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path")
@@ -124,7 +124,9 @@ def parse_dcp_metadata(folder: Path) -> dict[str, StoredTensor]:
     path = folder / METADATA_FILE
     try:
         data = read_bounded_file(path, _MOST_BYTES)
-        tensors = _parse_tensors(read_pickle(data, _is_allowed(), most=_MOST_OBJECTS).value, len(data) // _OF_A_CHUNK)
+        tensors = _parse_tensors(
+            read_pickle(data, _list_allowed_globals(), most=_MOST_OBJECTS).value, len(data) // _OF_A_CHUNK
+        )
         _check_sizes(folder, tensors)
     except OSError as error:
         raise UserError(
