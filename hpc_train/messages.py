@@ -80,6 +80,7 @@ class Codec:
     # are sent as columns, and repeated values once with an index: a manifest has thousands of nearly equal rows.
 
     def _encode_value(self, value: Any, arrays: bytearray) -> Any:
+        """Return a value as JSON; bytes of arrays are appended to `arrays`. Raises TypeError for other types."""
         kind = type(value)
         if kind in _PLAIN:
             return value
@@ -133,6 +134,7 @@ class Codec:
     # From JSON: everything is checked, since the bytes may come from anybody.
 
     def _decode_value(self, code: Any, data: memoryview) -> Any:
+        """Return the value that _encode_value has encoded. Raises MessageError for what it never writes."""
         if type(code) is not list:
             return code
         kind = code[0]
@@ -156,6 +158,7 @@ class Codec:
         raise MessageError("a value of no kind")
 
     def _decode_sequence(self, kind: str, content: Any, data: memoryview) -> list[Any]:
+        """Return the elements of a sequence; `kind` says how it was shortened."""
         if kind == "plain":
             if type(content) is not list or not set(map(type, content)) <= _PLAIN:
                 raise MessageError("plain values that are not")

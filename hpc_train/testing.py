@@ -81,6 +81,7 @@ def _fork(
     timeout: float,
     lost: Collection[int] = (),
 ) -> list[T]:
+    """Run a function on forked ranks, and return their results by rank. lost: ranks that never report."""
     if dist.is_initialized():
         raise RankFailure("run_ranks: this process is a rank already; start all ranks with one run_ranks")
     import hpc_train.runtime.start  # noqa: F401  each rank needs it, and would take half a second to import it anew
@@ -152,6 +153,7 @@ def _rank(
     join: Callable[[int], World],
     meet: bool,
 ) -> None:
+    """Run a function as one rank in a forked process, and send its result or traceback. meet: wait for the others."""
     gc.freeze()  # what the parent left is neither looked through nor, by that, copied: a third of a short test's time
     try:
         torch.set_num_threads(1)

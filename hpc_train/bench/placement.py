@@ -115,6 +115,7 @@ def _summarise_orders(
     times: Mapping[str, Sequence[float]],
     hosts: Mapping[str, Sequence[str]],
 ) -> list[OrderResult]:
+    """Compare the time of each order with its prediction, which takes the computation from the reference order."""
     ranks = config.cluster.ranks_per_node
     measured = {name: statistics.median(of_side) for name, of_side in times.items()}
     modelled = {name: predict_communication(config, where, of_side[::ranks]) for name, of_side in hosts.items()}

@@ -147,6 +147,7 @@ def _group_by_sweep(chosen: Sequence[ResumeCandidate]) -> dict[SweepDirectory, l
 
 
 def _resume_sweep(folder: SweepDirectory, ids: Sequence[str], mode: str, context: _ResumeContext) -> int:
+    """Run the chosen points of a sweep again, here or as arrays of Slurm; returns the exit code."""
     points = read_chosen_points(folder, ids)
     if mode == FORCE:
         for point in points:

@@ -141,6 +141,7 @@ def _locate_on_switches(
     source: str,
     addressed: Mapping[str, tuple[str, ...]] | None = None,
 ) -> NodeLocations:
+    """Locate the hosts in a topology. addressed: paths of hosts that it does not name."""
     compute = find_compute_nodes(topology, cluster.node.nics, cluster.node.nic_gbit_s)
     path_by_name = _add_short_names({name: path for name, path in find_paths(topology, compute).items() if path})
     named = {
@@ -174,6 +175,10 @@ def _make_locations(
     notes: Sequence[str],
     topology: Cluster | None = None,
 ) -> NodeLocations:
+    """Put together what is known of the nodes, with remarks on those that are missing.
+
+    paths, cliques, blocks: by name of the host. uplinks: by the path of a switch. topology: None: there is no file.
+    """
     domains, about_domains = _choose_domains(cluster, hosts, cliques, blocks, topology)
     missing = tuple(host.name for host in hosts if not paths.get(host.name))
     about = [f"{source} does not say where {_name_some(missing)} is; taken to be alone on a switch"] if missing else []

@@ -181,6 +181,7 @@ def _measure_collectives(config: RunConfig, degrees: Degrees) -> float | None:
 
 
 def _describe_pipeline(config: RunConfig, degrees: Degrees, table: StepTable) -> Pipeline | None:
+    """Return order and costs of the pipeline, for its simulation; None if they, or records of a stage, are missing."""
     options, micro_batches = config.parallel.pipeline, count_micro_batches(config, degrees)
     try:
         if is_schedule_file(options):

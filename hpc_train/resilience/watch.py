@@ -104,6 +104,7 @@ class NodeWatch:
         return [self._follow(beat, now, tick) for beat in read_beats(self._logs)]
 
     def _follow(self, beat: Beat, now: float, tick: float) -> RankView:
+        """Compare an entry with the last one of its rank. tick: seconds since the last look."""
         followed = self._followed.setdefault(beat.task, _Followed(beat))
         followed.silent += tick
         if beat.counter != followed.beat.counter or beat.process != followed.beat.process:

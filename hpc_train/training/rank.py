@@ -85,6 +85,7 @@ def _run_rank(
     heartbeat: Heartbeat,
     lines: RankLog | None,
 ) -> int:
+    """Meet the other ranks, build the run and train; returns the exit code."""
     if config.launch.threads:
         torch.set_num_threads(config.launch.threads)
     if config.train.deterministic:

@@ -98,6 +98,7 @@ def measure_resharding(world: World, options: CheckpointBenchOptions, directory:
 def _measure_layout(
     operation: str, world: World, rounds: int, directory: Path, ways: Mapping[str, ReshardSide], shapes: TensorShapes
 ) -> dict[str, Samples]:
+    """Save in one layout and time loading in another, with every side in each round, in a random order."""
     saved, loaded = make_layouts(operation, world.size)
     folders = {side: directory / f"{operation}.{side}" for side in ways}
     state = dict(_iterate_tensors(shapes, saved, world.rank))

@@ -87,6 +87,7 @@ def _make_result(
     seconds: NDArray[np.float64],
     notes: Sequence[str],
 ) -> CollectivesResult:
+    """Summarise the rounds. seconds: [rounds, cells and then probes]. wrong: elements with a wrong sum, by cell."""
     columns = list(seconds.T)
     measured = zip(cells, columns[: len(cells)], wrong[: len(cells)], strict=True)
     fits = fit_levels(probing, columns[len(cells) :])

@@ -124,6 +124,7 @@ def _summarise_peers(
     loops: dict[str, Loop],
     steps: int,
 ) -> PeerResult:
+    """Compare every side with the first one, and each of ours with its peer's loop."""
     tokens, names = config.train.global_batch * data.tokens_per_sample, [side.name for side in sides]
     wall, cpu = timings.wall, timings.cpu
     results = [summarise_side(side, wall[:, i], cpu[:, i], tokens) for i, side in enumerate(sides)]

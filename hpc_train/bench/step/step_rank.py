@@ -78,6 +78,7 @@ def measure_step(config: RunConfig, rounds: int, steps: int, startup: StartupTim
 def _measure(
     config: RunConfig, world: World, folder: RunDirectory, rounds: int, steps: int, startup: StartupTimer
 ) -> StepResult:
+    """Measure all sides on this rank, in rounds. startup: gets the time of each part of the start."""
     data = require_indexed(open_data(config, world))
     startup.mark("data")
     with assemble_bench_run(config, world, folder, data, startup) as run:

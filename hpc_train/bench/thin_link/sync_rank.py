@@ -58,6 +58,7 @@ def main(rank: int, options: SyncOptions, folder: Path) -> int:
 
 
 def _measure(rank: int, options: SyncOptions) -> SyncMeasurement:
+    """Time ddp and loosely synchronised copies over a link of limited rate, and count the bytes that each sends."""
     steps = f"train.steps={options.every}"
     overrides = [*_SIZES, *options.overrides]
     plain = [override for override in overrides if not override.startswith("parallel.sync.")]

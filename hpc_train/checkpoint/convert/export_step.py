@@ -197,6 +197,7 @@ def _write_hugging_face(
     dtype: torch.dtype | None,
     on_bytes: OnBytes,
 ) -> list[str]:
+    """Write weights and config.json of a transformers model; returns the files' names. dtype: None: as saved."""
     if isinstance(model, HfModelConfig):
         from hpc_train.checkpoint.convert.export_pretrained import write_pretrained
 

@@ -110,6 +110,7 @@ class PretrainedWeights:
             ) from error
 
     def _check_fit(self, plan: WeightsPlan, wrong: list[str], model: nn.Module) -> None:
+        """Raise UserError unless the files have what the model needs, and nothing that it should have read."""
         kind = type(model).__name__
         if wrong:
             raise UserError(

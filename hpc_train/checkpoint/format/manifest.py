@@ -159,6 +159,7 @@ def parse_manifest(data: bytes, directory: Path | None = None) -> Manifest:
 
 
 def _parse_body(data: bytes, directory: Path | None) -> Manifest:
+    """Check version, checksum and content of a manifest. Raises CheckpointError, or what parsing raises."""
     body = _parse_json(data)
     version = body.get("format_version")
     if type(version) is int and version > FORMAT_VERSION:

@@ -72,6 +72,7 @@ def load_step(directory: Path, step: int, shards: Iterable[TensorShard], world: 
 
 
 def _load_shards(directory: Path, step: int, wanted: Sequence[TensorShard], world: World | None) -> dict[str, Any]:
+    """Read what this rank wants of a step into its shards; returns rank 0's extra values. A collective."""
     path, manifest = run_on_rank_0(world, lambda: _open_step(directory, step))
     where = f"checkpoint step {step} in {directory}"
     is_first = world is None or world.rank == 0

@@ -239,6 +239,7 @@ class Saver:
         return future
 
     def _write(self, staged: StagedStep) -> SaveResult:
+        """Write and commit a staged step, in the thread of the saves. A failed save is returned, not raised."""
         staged = self._compare_with_base(complete_copy(staged))
         shares = staged.changes is not None and not staged.changes.delta.is_whole
         self.before_write()

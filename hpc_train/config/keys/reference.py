@@ -102,6 +102,7 @@ def _list_keys() -> tuple[KeyReference, ...]:
 
 
 def _walk_fields(cls: type, path: str, variant: str = "", only_own: bool = False) -> Iterator[KeyReference]:
+    """Yield the keys of a dataclass and of those in it. only_own: leave out inherited fields."""
     meanings, types = _read_meanings(cls), get_type_hints(cls)
     for item in fields(cls):
         key, kind = f"{path}{item.name}", types[item.name]

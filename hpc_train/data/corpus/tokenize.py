@@ -105,6 +105,7 @@ def _refuse_zero_bytes(batch: Sequence[TextPiece], part: Part) -> None:
 
 
 def _tokenize_chats(part: Part, how: Tokenization, left_out: LeftOut) -> Iterator[TokenBlock]:
+    """Yield conversations in blocks. Empty ones, and those without an answer, are counted in `left_out`."""
     from hpc_train.data.tokenizers.chat import ASSISTANT, EncodedChat, make_chat_encoder
 
     assert isinstance(how.tokenizer, FolderTokenizer)

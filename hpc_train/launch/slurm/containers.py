@@ -138,6 +138,7 @@ def _check_path(setting: str, bind: Bind) -> Bind:
 
 
 def _locate_image(kind: str, image: str | None) -> str:
+    """Return the image as the runtime `kind` takes it. Raises UserError for one that it cannot start."""
     if image is None:
         raise UserError(
             f"container.image: is not set; container={kind} needs a file, or an address such as docker://..."

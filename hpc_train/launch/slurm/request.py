@@ -181,6 +181,7 @@ def join_excluded(config: RunConfig, excluded: Sequence[str]) -> str:
 
 
 def _resource_options(config: RunConfig, folder: RunDirectory, excluded: Sequence[str]) -> dict[str, Any]:
+    """Return submitit's parameters for sbatch. excluded: nodes to leave out besides launch.exclude."""
     launch, site, node = config.launch, config.cluster.slurm, config.cluster.node
     options = {
         "job_name": _job_name(config, folder),
@@ -309,6 +310,7 @@ def check_partition(config: RunConfig, request: JobRequest, ask: RunClient) -> N
 def _check_hardware(
     config: RunConfig, request: JobRequest, chosen: Sequence[PartitionNodes], everything: Iterable[PartitionNodes]
 ) -> None:
+    """Raise UserError if no nodes of the chosen partitions can run the request; the message names others that can."""
     name = "/".join(dict.fromkeys(kind.partition for kind in chosen))
     others = _describe_other_partitions(config, request, everything, chosen)
     if not any(kind.up for kind in chosen):

@@ -40,6 +40,7 @@ def _make_period(
     lines: Sequence[LedgerLine],
     before: Sequence[Period],
 ) -> Period:
+    """Describe an attempt. before: periods of earlier attempts; a restart goes on in the job of the last."""
     assert attempt.begun is not None
     of_attempt = [event for event in events if event["attempt"] == attempt.number]
     restarted = before and any(

@@ -66,6 +66,7 @@ def apply_tensor_parallel(part: nn.Module, config: RunConfig, world: World) -> s
 def _split_layers(
     part: nn.Module, plan: dict[str, str], axis: TensorAxis, asynchronous: bool, layouts: ParameterLayouts
 ) -> None:
+    """Split the modules of a part as the tensor plan says: names -> styles, in the order of the plan."""
     groups: dict[str, dict[str, nn.Linear]] = {}
     for name, style in plan.items():
         module = part.get_submodule(name)

@@ -246,6 +246,7 @@ def count_loads(pattern: MessagePattern, level: FabricLevel, orders: Ints) -> tu
 
 
 def _measure_messages(messages: ListedMessages, fabric: Fabric, orders: Ints) -> MeasuredPhase:
+    """Return what single messages cost under each order: over every level's links, the busiest one decides."""
     seconds = np.full(len(orders), messages.port / fabric.get_inside_bandwidth(messages.peers))
     busy_seconds = seconds
     latency = np.full((len(orders), len(messages.source)), fabric.levels[0].latency)
@@ -307,6 +308,7 @@ def _measure_hops(messages: ListedMessages, inside_latency: float, latency: Floa
 
 
 def _measure_pairs(pairs: CountedPairs, fabric: Fabric, orders: Ints) -> MeasuredPhase:
+    """Return the same where each member of a group sends to every other one, counted by nodes and not listed."""
     peers = int(pairs.members.max()) - 1
     seconds = busy_seconds = np.full(len(orders), peers / fabric.get_inside_bandwidth(peers))
     shape = (len(orders), len(pairs.copies))

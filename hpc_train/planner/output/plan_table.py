@@ -52,6 +52,7 @@ def format_plan(plan: Plan, show_all: bool) -> Iterator[Text]:
 
 
 def _choose_sections(plan: Plan, show_all: bool) -> list[Section]:
+    """Return the sections of a plan, most important first; without show_all, as many as fit into MAX_LINES."""
     best = plan.best
     if best is None:
         baselines = (

@@ -77,6 +77,7 @@ def build_whole_model(config: RunConfig) -> nn.Module:
 
 
 def _rehearse(config: RunConfig, world: World, degrees: Degrees, micro_batches: int, started: float) -> RehearsedRank:
+    """Build the rank and count its memory, inside the contexts in which tensors have none. started: for the seconds."""
     ledger, remarks, tilings = MemoryLedger(), list[str](), Tilings({})
     batch = _make_batch(config, degrees, micro_batches)
     with watch_storage_sizes(ledger.resized), assume_known_shapes(), MemorylessMode(ledger.record):

@@ -120,6 +120,7 @@ class StoreServer:
         self._poll.close()
 
     def _accept(self) -> None:
+        """Take a new connection, and greet it. It is a stranger until it has proved that it knows the key."""
         try:
             peer, _ = self._listener.accept()
         except BlockingIOError:
@@ -197,6 +198,7 @@ class StoreServer:
         self._send(connection, handshake.make_server_proof())
 
     def _answer(self, connection: _Connection, message: Message) -> None:
+        """Carry out a client's request and reply. Raises ProtocolError for one that no client of ours sends."""
         # One request at a time: a client that sends more could fill our memory with requests that wait.
         if connection.waiting is not None:
             raise ProtocolError("a client that asks before it has its answer")

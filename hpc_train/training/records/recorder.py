@@ -116,6 +116,11 @@ class StepRecorder:
         return _Reading(time.time(), time.perf_counter(), time.process_time(), self._heartbeat.seconds(), faults)
 
     def _end_record(self, now: _Reading) -> None:
+        """Complete the record of a step that ends at the reading `now`.
+
+        On a GPU the clock's times come a step later, so that nothing waits for the device: the record is then finished
+        with the next one.
+        """
         started, self._started = self._started, None
         if started is None or not self._step:
             return

@@ -75,6 +75,7 @@ def _use_same_ports(named: Mapping[str, str], plugs: CablePlugs) -> bool:
 def _assign_by_port(
     groups: Sequence[Sequence[SubnetDevice]], named: Mapping[str, str], plugs: CablePlugs
 ) -> dict[str, str]:
+    """Return a host for each adapter without a name, by the ports of the leaf switches that it is plugged into."""
     unit = _number_units(named, plugs)
     owners: dict[tuple[int, int], set[str]] = defaultdict(set)
     for id, host in named.items():

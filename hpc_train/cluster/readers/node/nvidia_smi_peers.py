@@ -61,6 +61,7 @@ def read_nvidia_smi_peers(text: str, name: str) -> Cluster:
 
 
 def _read_matrix(lines: list[str], header: int, name: str) -> dict[tuple[str, str], str]:
+    """Return the cells of one matrix by (row, column). header: index of its first line. Raises UserError if damaged."""
     match = _HEADER.search(lines[header])
     assert match is not None
     gpus = match[0].split()
