@@ -67,7 +67,7 @@ class RunSummary:
 
 
 def summarise_run(point: RunPoint, run_client: RunClient) -> RunSummary:
-    """Gather a run. ask: runs Slurm's commands, for runs that have not recorded their own end."""
+    """Gather a run. run_client: runs Slurm's commands, for runs that have not recorded their own end."""
     (run_facts,) = gather_facts([point], run_client)
     status = add_progress(decide_state(run_facts), run_facts)
     config, note = read_config(point.run)

@@ -166,7 +166,7 @@ def decide_after_fault(fault: Fault, history: History, saved: int | None, policy
     # An exception at the same step with the same data: computing it again gives the same exception.
     would_come_again = fault.cause not in _MAY_NOT_COME_AGAIN and not policy.may_load_again
     if would_come_again and not advanced and not policy.stopping:
-        return Decision(Action.END, "the same would come again: no checkpoint was saved since the last start")
+        return Decision(Action.END, "it would fail the same way again: no checkpoint was saved since the last start")
     place = f"from step {saved}" if saved is not None else "from the beginning"
     count = f"restart {used + 1} of {policy.restarts} without a newer save"
     if fault.cause is Cause.TIME_LIMIT and not policy.can_requeue:

@@ -158,7 +158,7 @@ class Consensus:
     def capture_failure(self, work: Callable[[], T], prefix: str = "") -> T | RemoteFailure:
         """Return the result of `work`, or its error in the form in which it travels.
 
-        who: put before the error's text, unless the error came from another rank, which has named itself.
+        prefix: put before the error's text, unless the error came from another rank, which has named itself.
         """
         try:
             return work()
