@@ -108,7 +108,7 @@ def test_all_records_arrive_in_order_however_many_there_are(
 def test_what_a_blocked_logger_does_not_take_is_bounded_and_said_once(
     package: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logger_process, "_MOST_BYTES_WAITING", 100_000)
+    monkeypatch.setattr(logger_process, "_MAX_WAITING_BYTES", 100_000)
     logger = start(package, "blocks", 0.5)
     for step in range(10_000):
         logger.add({"step": step, "words": "x" * 100})
