@@ -84,7 +84,7 @@ def _fork(
     """Run a function on forked ranks, and return their results by rank. lost: ranks that never report."""
     if dist.is_initialized():
         raise RankFailure("run_ranks: this process is a rank already; start all ranks with one run_ranks")
-    import hpc_train.runtime.start  # noqa: F401  each rank needs it, and would take half a second to import it anew
+    import hpc_train.runtime.start  # noqa: F401  each rank needs it, and would take half a second to import it
 
     context = multiprocessing.get_context("fork")
     processes: list[ForkProcess] = []

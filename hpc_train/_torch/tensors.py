@@ -50,7 +50,7 @@ def orthogonalise(matrix: Tensor, steps: int) -> Tensor:
 
 
 def compile_for_each_shape(function: Callable[..., None]) -> Callable[..., None]:
-    """Compile a function anew for each shape of its arguments, however many shapes there are.
+    """Compile a function separately for each shape of its arguments, however many shapes there are.
 
     Private because torch otherwise gives up after eight, and has no public way to say so for one function.
     """

@@ -47,7 +47,7 @@ class NamedOptimizers:
     """One or more optimizers over parameters that have names."""
 
     def __init__(self, optimizers: Optimizers, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Raises UserError for what is no optimizer, and a parameter that is not the model's or belongs to two."""
+        """Raises UserError for an object that is no optimizer, or a parameter that is not the model's or has two."""
         self._optimizers, self._outer_groups = unwrap_optimizers(optimizers)
         names = {parameter: name for name, parameter in parameters.items()}
         self._owner: dict[str, tuple[Optimizer, nn.Parameter]] = {}

@@ -1,4 +1,4 @@
-"""Find torch's optimizers inside of objects that wrap them: of Accelerate, Lightning, ZeRO, and of one's own.
+"""Find torch's optimizers inside objects that wrap them: those of Accelerate, Lightning, ZeRO, or a user.
 
 What a wrapper does at a step is its own affair; what has to be saved is the state that torch's optimizer keeps.
 """

@@ -48,7 +48,7 @@ def config_field(
 ) -> Any:
     """Declare a field with a default and a legal range.
 
-    default: a list, a dict or a class is copied or called anew for each instance.
+    default: a list, a dict or a class is copied or called for each instance.
     """
     metadata = {"range": Range(ge, gt, le, lt, choices)}
     if isinstance(default, type):

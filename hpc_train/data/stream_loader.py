@@ -88,7 +88,7 @@ class StreamLoader:
             self._rewind()
 
     def _rewind(self) -> None:
-        """Let the data set begin anew: one that was resumed may else begin each pass where it was resumed."""
+        """Let the data set begin at its start. One that was resumed may otherwise begin each pass where it resumed."""
         if self._stream.saves_position:
             self._stream.source.load_state_dict(self._start)  # type: ignore[attr-defined]
 

@@ -75,7 +75,7 @@ TokenSource: TypeAlias = TokenStore | TokenFile
 def open_tokens(config: TokenDataConfig) -> TokenSource:
     """Open the tokens of a config: its token file or store; the store is built first if the config names sources.
 
-    Raises UserError for what is no token file, or has tokens outside its vocabulary.
+    Raises UserError for a file that is not a token file, or has tokens outside its vocabulary.
     """
     path = ensure_store(config)
     if config.path is None:

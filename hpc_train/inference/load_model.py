@@ -53,7 +53,7 @@ class LoadedModel:
 
     @property
     def has_encoder(self) -> bool:
-        """Whether an encoder reads the prompt, and a decoder begins anew."""
+        """Whether an encoder reads the prompt, and a decoder begins a text of its own."""
         return bool(getattr(self.model.config, "is_encoder_decoder", False))
 
     @property

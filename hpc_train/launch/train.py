@@ -63,7 +63,7 @@ class LocalRun:
 
 
 def train_local_ranks(config: RunConfig, stop: StopRequest, output: CommandOutput) -> LocalRun:
-    """Freeze a run and train it by ranks of this machine. A new directory goes again if the ranks refuse the run.
+    """Freeze a run and train it by ranks of this machine. A new directory is removed if the ranks refuse the run.
 
     Raises UserError for what is wrong with the run, or if another one is going on in the directory.
     """

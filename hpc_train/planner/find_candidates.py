@@ -1,7 +1,7 @@
 """Find the candidates of a plan: the run as it is given, or the best of the worlds and batches that a request allows.
 
 A search works on columns of numbers and returns the best meshes only. Each of them becomes a run again here, and is
-estimated anew as a run: on the real switches, with failures, saves and prices.
+estimated again as a run: on the real switches, with failures, saves and prices.
 """
 
 from __future__ import annotations

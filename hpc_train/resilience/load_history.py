@@ -56,7 +56,7 @@ class LoadHistory:
 
 
 def read_load_history(events: Iterable[Mapping[str, Any]], attempt: int, first_attempt: int) -> LoadHistory:
-    """Return what has become of loads before this attempt's; a submission begins anew.
+    """Return what has become of loads before this attempt's; a submission begins a new history.
 
     events: of the run. Those of this attempt are by a process that decided about it before, and was killed.
     first_attempt: of those that were started by the same command or submission.

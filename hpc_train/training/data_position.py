@@ -29,7 +29,7 @@ def gather_positions(loader: BatchLoader, world: World) -> dict[str, Any] | None
 def restore_position(
     loader: BatchLoader, saved: dict[str, Any] | None, consumed: int, exact: bool, world: World
 ) -> str:
-    """Continue a stream where it was; returns a line to print if it begins anew, else an empty one.
+    """Continue a stream where it was; returns a line to print if it begins again, else an empty one.
 
     saved: what gather_positions returned. exact: data.resume. Raises UserError where a position is of another number of
     data-parallel ranks.

@@ -296,7 +296,7 @@ def _group_reads(strips: Strips, most: int) -> tuple[NDArray[np.int64], NDArray[
     cell = begin // most
     other = (np.diff(strips["file"]) != 0) | (np.diff(cell) != 0)
     # `reach` is the running maximum of strip ends within a cell. All cells are computed by one accumulate: `apart`
-    # moves each cell beyond all values of the one before, so that the maximum starts anew.
+    # moves each cell beyond all values of the one before, so that the maximum starts again.
     cell_offset = np.concatenate([[0], np.cumsum(other)]) * (most + 1)
     reach = np.maximum.accumulate(end - cell * most + cell_offset) - cell_offset + cell * most
     gap = begin[1:] // BLOCK_BYTES * BLOCK_BYTES - -(-reach[:-1] // BLOCK_BYTES) * BLOCK_BYTES

@@ -48,7 +48,7 @@ def _top(args: argparse.Namespace) -> int:
 
 
 def top_command(target: str, seconds: int, once: bool, as_json: bool) -> int:
-    """Show a run until it ends, or once; returns the exit code. Raises UserError for what is no single run."""
+    """Show a run until it ends, or once; returns the exit code. Raises UserError for anything but a single run."""
     import sys
 
     from rich.console import Console

@@ -100,7 +100,7 @@ def check_private_file(path: Path, status: os.stat_result) -> None:
 
 
 def wait_for_file(path: Callable[[], Path]) -> Path:
-    """Return `path()` as soon as it exists, asked anew each time: the job may start before its call is written.
+    """Return `path()` as soon as it exists, asked again each time: the job may start before its call is written.
 
     The call is named by the job id, which is only known once sbatch has returned.
     """

@@ -124,15 +124,15 @@ class AgentReports:
         return True
 
     def give_up(self) -> None:
-        """Have the agents at hand replaced, which may be stopped, or their srun.
+        """Have the current agents replaced, as they or their srun may be stopped.
 
-        One that reads its orders after all leaves the entries of the ranks to the next one.
+        An agent that still reads its orders leaves the entries of the ranks to the next one.
         """
         self.send(LEAVE)
         self.ended = True
 
     def are_all_silent(self, seconds: float) -> bool:
-        """Return whether agents have reported, and none has for so long: they are stopped, or their srun is."""
+        """Return whether agents have reported, but none for `seconds`: they are stopped, or their srun is."""
         return self._reported and all(node.silent > seconds for node in self.nodes.values())
 
     def expect_new_agent(self, host: str) -> None:

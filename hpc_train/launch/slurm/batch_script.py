@@ -72,7 +72,7 @@ def lines_before_ranks(config: RunConfig, folder: RunDirectory, nodes: int, pyth
 def setting_lines(config: RunConfig, python_path: Sequence[str], nodes: int) -> list[str]:
     """Return the assignments that batch.sh and job.sh read. nodes: of the run, without spares.
 
-    Raises UserError for what is no name of a module.
+    Raises UserError for text that cannot name a module.
     """
     cluster, launch = config.cluster, config.launch
     _check_spares(config)

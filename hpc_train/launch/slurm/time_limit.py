@@ -32,7 +32,7 @@ def time_left_command(job: str) -> list[str]:
 
 
 def parse_time_left(text: str) -> float | None:
-    """Return seconds from squeue's `days-hours:minutes:seconds`; None for UNLIMITED, INVALID and what is no time."""
+    """Return seconds from squeue's `days-hours:minutes:seconds`; None for UNLIMITED, INVALID and other text."""
     match = _TIME_LEFT.fullmatch(text.strip())
     if match is None:
         return None

@@ -251,7 +251,7 @@ def _parse_finite(value: Any) -> float | None:
 
 
 def _parse_time(value: Any) -> float | None:
-    """Return a time in seconds since the epoch; None for what is no time that a clock can show."""
+    """Return a time in seconds since the epoch; None for a value that no clock can show."""
     seconds = _parse_finite(value)
     return seconds if seconds is not None and seconds >= 0 else None
 

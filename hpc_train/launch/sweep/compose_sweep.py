@@ -51,7 +51,7 @@ class _Base:
         return check_and_seal(RunConfig(**self._parts), words, config_dir)
 
     def _make_parts(self, swept: set[str]) -> None:
-        """Make the parts of a run: those with a swept value anew."""
+        """Make the parts of a run: only those with a swept value are made again."""
         changed = {_FILLED, *swept}
         for name in map(str, self.config):
             if name in changed or name not in self._parts:

@@ -41,7 +41,7 @@ class Nf4Weight:
 
     @property
     def weight(self) -> Tensor:
-        """The weight (outputs, inputs), expanded anew at each call; it is not trained."""
+        """The weight (outputs, inputs), expanded at each call; it is not trained."""
         return expand(self.nf4_codes, self.nf4_scales, self.nf4_dtype)
 
 

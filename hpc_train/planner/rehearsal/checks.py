@@ -196,7 +196,7 @@ def _count_expert_elements(stack: Weight, how: Splitting, ep: int, hidden: int) 
 
 
 def compute_optimizer_state_bytes(numbers: int, tensors: int, number_bytes: int) -> int:
-    """Return the bytes of AdamW's state for so many numbers in so many parameters, `number_bytes` each."""
+    """Return the bytes of AdamW's state for a number of elements, of `number_bytes` each, in a number of parameters."""
     return _MOMENTS * numbers * number_bytes + _STEP_BYTES * tensors
 
 

@@ -97,7 +97,7 @@ def _find_devices(machine: XmlElement, name: str) -> Iterator[HwlocDevice]:
         element, place = stack.pop()
         for child in element.list_children("object"):
             kind = child.attributes.get("type", "")
-            # Packages, groups and NUMA nodes set which processors are near; the path begins anew below each.
+            # Packages, groups and NUMA nodes set which processors are near; a new path begins below each.
             if kind not in _IO_TYPES:
                 below = HwlocPlace(*_read_sets(child, name, place), ())
             # A bridge without an address is a host bridge: the root of a PCI tree. They get numbers, since two devices
