@@ -98,7 +98,7 @@ REFUSED: list[tuple[int, tuple[str, ...], str]] = [
     ),
     (2, ("parallel=pp", "parallel.pipeline.timeline=true", "train.steps=7"), "timeline=true: has no effect before s"),
     (2, ("parallel=pp", "parallel.pipeline.resplit=true", "train.steps=3"), "resplit=true: has no effect before st"),
-    (2, ("parallel=pp", "parallel.pipeline.resplit=true", "checkpoint=none"), "resplit=true: has an effect at a res"),
+    (2, ("parallel=pp", "parallel.pipeline.resplit=true", "checkpoint=none"), "resplit=true: only has an effect"),
 ]
 
 
