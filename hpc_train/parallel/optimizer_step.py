@@ -40,21 +40,29 @@ class Stages(nn.ModuleList):
     """The pipeline stages of a rank, for an OptimizerFactory; parameters have the same names as in the model."""
 
 
-def compute_total_norm(parameters: Sequence[nn.Parameter], world: World, borrowed: frozenset[nn.Parameter]) -> Tensor:
-    """Compute the norm of the whole model's gradient, a scalar on the device, the same on every rank.
+class TotalNorm:
+    """Computes the norm of the whole model's gradient. Which shards this rank counts never changes: found once."""
 
-    parameters: those of this rank. borrowed: those among them that another stage counts (tied embeddings). Of several
-    copies of a shard only the first counts.
-    """
-    gradients = [(p, p.grad) for p in parameters if p.grad is not None]
-    local = not any(find_split_axes(p) for p in parameters) and get_axis_degree(world, "pp") == 1
-    counted = [g for p, g in gradients if local or (p not in borrowed and find_replica(p, world)[0] == 0)]
-    norm = nn.utils.get_total_norm([get_local(gradient) for gradient in counted]).to(world.device)
-    if local or world.size == 1:
-        return norm
-    square = norm.double().square()
-    dist.all_reduce(square, group=world.group)
-    return square.sqrt()
+    def __init__(self, parameters: Sequence[nn.Parameter], world: World, borrowed: frozenset[nn.Parameter]) -> None:
+        """parameters: those of this rank. borrowed: those among them that another stage counts (tied embeddings).
+
+        Of several copies of a shard only the first counts.
+        """
+        self._world = world
+        is_whole = not any(find_split_axes(p) for p in parameters) and get_axis_degree(world, "pp") == 1
+        self._is_local = is_whole or world.size == 1
+        self._counted = [p for p in parameters if is_whole or (p not in borrowed and find_replica(p, world)[0] == 0)]
+
+    @torch.no_grad()
+    def compute(self) -> Tensor:
+        """Return the norm, a scalar on the device, the same on every rank; a collective where ranks have parts."""
+        gradients = [get_local(p.grad) for p in self._counted if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients).to(self._world.device)
+        if self._is_local:
+            return norm
+        square = norm.double().square()
+        dist.all_reduce(square, group=self._world.group)
+        return square.sqrt()
 
 
 def get_local(tensor: Tensor) -> Tensor:
@@ -62,6 +70,7 @@ def get_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+@torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
     """Scale the gradients so that a total norm of `norm` becomes at most max_norm.
 
@@ -136,6 +145,7 @@ class OptimizerUpdates:
         self._parts, self._optimizer, self._world, self._borrowed = parts, optimizer, world, borrowed
         self._trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._scaling = scaling
+        self._total_norm = TotalNorm(self._trained, world, borrowed)
         self._norm: Tensor | None = None
         """Norm of the gradient after unscaling."""
         initialise_optimizer_state(optimizer)
@@ -152,7 +162,7 @@ class OptimizerUpdates:
 
     def norm(self) -> Tensor:
         """Compute the norm of the current gradient over all axes, without the loss scale."""
-        norm = compute_total_norm(self._trained, self._world, self._borrowed)
+        norm = self._total_norm.compute()
         return norm if self._scaling is None else norm / self.loss_scale
 
     def clip(self, max_norm: float | None) -> Tensor:
@@ -217,8 +227,7 @@ def initialise_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     A step with a learning rate and a gradient of 0 leaves every parameter as it is. Raises UserError for an optimizer
     of the user's own that changes parameters then, or whose state cannot be saved.
     """
-    is_user_optimizer = type(optimizer) is not torch.optim.AdamW and not is_rehearsal()
-    before = _describe_start(optimizer) if is_user_optimizer else None
+    before = None if _is_torch_adamw(optimizer) or is_rehearsal() else _describe_start(optimizer)
     changed = ("lr", "weight_decay")
     saved_settings: list[dict[str, Any]] = [
         {key: g[key] for key in changed if key in g} for g in optimizer.param_groups
@@ -238,6 +247,15 @@ def initialise_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
                 step.zero_()
     if before is not None:
         _check_user_state(optimizer, before)
+
+
+def _is_torch_adamw(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is torch's AdamW, of which it is known what a step with a gradient of 0 changes."""
+    if not isinstance(optimizer, torch.optim.AdamW) or type(optimizer) is torch.optim.AdamW:
+        return type(optimizer) is torch.optim.AdamW
+    from hpc_train.parallel.optimizers.sharded_adamw import ShardedAdamW  # most runs have no DTensors
+
+    return type(optimizer) is ShardedAdamW
 
 
 def _describe_start(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -73,8 +73,13 @@ def _make_adamw(trained: Sequence[TrainedParameter], config: OptimConfig) -> tor
             betas=(config.betas[0], config.betas[1]),
             eps=config.eps,
         )
-    return torch.optim.AdamW(
-        make_groups(trained, config),
+    optimizer_class: type[torch.optim.AdamW] = torch.optim.AdamW
+    if any(isinstance(parameter.value, DTensor) for parameter in trained):
+        from hpc_train.parallel.optimizers.sharded_adamw import ShardedAdamW
+
+        optimizer_class = ShardedAdamW
+    return optimizer_class(
+        make_groups(trained, config, by_mesh=False),
         lr=config.lr,
         betas=(config.betas[0], config.betas[1]),
         eps=config.eps,

@@ -160,7 +160,7 @@ FAULTS = (
     Fault(
         "a rank's norm counts as that of the model",
         "parallel/optimizer_step.py",
-        "    dist.all_reduce(square, group=world.group)\n",
+        "        dist.all_reduce(square, group=self._world.group)\n",
         "",
         ("parallel/test_parity.py",),
     ),

@@ -94,15 +94,33 @@ def make_data_mesh(world: World) -> DeviceMesh:
     return concatenate_meshes(world.mesh["dp_replicate"], shards) if replicated else shards
 
 
-def set_gradient_sync(model: nn.Module, config: ParallelConfig, pp: int, last: bool, measured: bool = False) -> None:
-    """Set, before a micro-batch, whether its backward reduces gradients and frees gathered parameters.
+class GradientSync:
+    """Sets, before a micro-batch, whether its backward reduces gradients and frees gathered parameters."""
 
-    last: the last one of the step. measured: reduce whatever the strategy, because the gradient's norm is needed.
-    """
-    assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(last or measured or not keeps_gradients(ZERO_STAGE[config.strategy]))
-    model.set_requires_all_reduce(last or measured)  # over dp_replicate: once a step, of the sum of all micro-batches
-    model.set_reshard_after_backward(last or not _keeps_parameters(config, pp))
+    def __init__(self, model: nn.Module, config: ParallelConfig, pp: int) -> None:
+        """model: with all groups that fully_shard makes of it."""
+        # fully_shard's setters would walk over all modules before each micro-batch: 2 % of a small model's step.
+        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._reduces_each = not keeps_gradients(ZERO_STAGE[config.strategy])
+        self._keeps_parameters = _keeps_parameters(config, pp)
+        self._current: tuple[bool, bool, bool] | None = None
+
+    def prepare(self, *, last: bool, measured: bool = False) -> None:
+        """Set what the next backward does.
+
+        last: it is the last one of the step. measured: reduce whatever the strategy, because the gradient's norm is
+        needed.
+        """
+        all_reduces = last or measured  # over dp_replicate: once a step, of the sum of all micro-batches
+        reduces = all_reduces or self._reduces_each
+        frees = last or not self._keeps_parameters
+        if self._current == (reduces, all_reduces, frees):
+            return
+        self._current = (reduces, all_reduces, frees)
+        for module in self._modules:
+            module.set_requires_gradient_sync(reduces, recurse=False)
+            module.set_requires_all_reduce(all_reduces, recurse=False)
+            module.set_reshard_after_backward(frees, recurse=False)
 
 
 def free_gathered_parameters(model: nn.Module) -> None:
@@ -119,12 +137,13 @@ class ShardedModel:
     warmup_backwards = 0
 
     def __init__(self, module: nn.Module, config: ParallelConfig) -> None:
-        self.module, self._config = module, config
+        self.module = module
+        self._sync = GradientSync(module, config, pp=1)
 
     @contextmanager
     def accumulate(self, *, last: bool, measure: bool) -> Iterator[None]:
         """Run one micro-batch, reducing its gradient if the strategy says so."""
-        set_gradient_sync(self.module, self._config, 1, last, measured=measure)
+        self._sync.prepare(last=last, measured=measure)
         yield
 
     @contextmanager

@@ -23,6 +23,7 @@ _torch/versions.py names the releases that this was tested on.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -42,7 +43,7 @@ from hpc_train._torch.pipeline import (
     release_received,
 )
 from hpc_train.config.parallel import ParallelConfig
-from hpc_train.parallel.data_parallel.fully_shard import set_gradient_sync
+from hpc_train.parallel.data_parallel.fully_shard import GradientSync
 from hpc_train.parallel.dropout import StepMasks
 from hpc_train.parallel.pipeline.measurement import Timeline
 
@@ -132,7 +133,7 @@ class Stage(PipelineStage):
             result: tuple[tuple[Tensor | None, ...], PendingWeights | None]
             result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
             return result
-        set_gradient_sync(self.submod, self.parallel, self.group_size, last_backward)
+        self._gradient_sync.prepare(last=last_backward)
         if backward_type == "weight":
             compute_weight_gradients(self.submod, bwd_kwargs["param_groups"], self.parallel.prefetch)
             return (), None
@@ -142,6 +143,10 @@ class Stage(PipelineStage):
         gradients = compute_gradients(*graph)
         finish_backward(self.submod)
         return gradients, None
+
+    @cached_property
+    def _gradient_sync(self) -> GradientSync:
+        return GradientSync(self.submod, self.parallel, self.group_size)
 
     def _recv_meta(self, src_stage: int) -> Any:
         """Refuse what torch would unpickle from the network: our stages know what they exchange and never ask."""
