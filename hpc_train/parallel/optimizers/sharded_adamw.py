@@ -20,7 +20,7 @@ class ShardedAdamW(torch.optim.AdamW):
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         # torch's step fills these lists (parameters, gradients, moments, steps) here, and passes them to its kernel.
-        has_complex: bool = super()._init_group(group, *lists)
+        has_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
         for tensors in lists:
             tensors[:] = map(get_local, tensors)
         return has_complex
