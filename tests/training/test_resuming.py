@@ -6,6 +6,7 @@ import pytest
 from training_runs import assert_same_bits, metrics, run, small
 
 from hpc_train.errors import EXIT_DONE, EXIT_NO_REQUEUE, EXIT_REQUEUE
+from hpc_train.testing import RankFailure
 
 COLUMNS = ("step", "loss", "grad_norm", "lr", "tokens", "noise_scale")
 RANDOM = ("model.dropout=0.1", "train.noise_scale.every=1")
@@ -45,3 +46,15 @@ def test_a_stop_that_saves_nothing_is_not_requeued(store: Path, tmp_path: Path) 
 def test_deterministic_mode_trains_and_repeats_itself(store: Path, tmp_path: Path) -> None:
     one, two = (small(store, tmp_path / name, "train.deterministic=true", *RANDOM) for name in ("one", "two"))
     assert_same_bits(run(one), run(two))
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_start_over(store: Path, tmp_path: Path) -> None:
+    """As where their file system is not mounted. What the run has recorded stays."""
+    config, again = (small(store, tmp_path / "run", f"checkpoint.resume={how}") for how in ("auto", "never"))
+    run(config, ranks=1, asked={0: 3})
+    steps = metrics(config, "step")
+    (tmp_path / "run/checkpoints").rename(tmp_path / "elsewhere")
+    with pytest.raises(RankFailure, match="no checkpoint is there, and the run has saved step 3"):
+        run(config, ranks=1)
+    assert metrics(config, "step") == steps
+    assert {rank.code for rank in run(again, ranks=1)} == {EXIT_DONE}

@@ -163,13 +163,22 @@ def _null_if_not_finite(value: Any) -> Any:
 
 def find_event_time(path: Path, kind: str, attempt: int) -> float | None:
     """Return time.time() of the first event of this kind in an attempt; None without one, or without the file."""
-    try:
-        lines = read_text(path, errors="replace").splitlines()
-    except OSError:
-        return None
-    events = (parse_json_object(line) for line in lines)
-    times = [event.get("time") for event in events if (event.get("event"), event.get("attempt")) == (kind, attempt)]
+    chosen = [event for event in _read_events(path) if (event.get("event"), event.get("attempt")) == (kind, attempt)]
+    times = [event.get("time") for event in chosen]
     return next((float(event_time) for event_time in times if isinstance(event_time, (int, float))), None)
+
+
+def find_last_saved_step(path: Path) -> int | None:
+    """Return the step of the last checkpoint that a run has recorded; None without one, or without the file."""
+    steps = [event.get("step") for event in _read_events(path) if event.get("event") == "checkpoint"]
+    return next((step for step in reversed(steps) if type(step) is int), None)
+
+
+def _read_events(path: Path) -> list[dict[str, Any]]:
+    try:
+        return [parse_json_object(line) for line in read_text(path, errors="replace").splitlines()]
+    except OSError:
+        return []
 
 
 @dataclass(frozen=True)
