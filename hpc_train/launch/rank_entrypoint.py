@@ -117,12 +117,28 @@ def _report_failure(error: BaseException, logs: Path, process: int, host: str, a
 
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return error.code
+    _keep_stop_request(error, logs)
     record_failure(logs, process, host, error, at)
     if isinstance(error, (UserError, IncompleteRun)):
         print(f"hpc-train: {error}", flush=True)
         return EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED
     traceback.print_exception(error, file=sys.stdout)
     return EXIT_NO_REQUEUE if isinstance(error, CheckpointError) else 1
+
+
+def _keep_stop_request(error: BaseException, logs: Path) -> None:
+    """Let a rank that was asked to stop while it waited for others say so: the next start does not get the signal.
+
+    Where another rank has failed before, the signal may be that of a launcher that ends the rest.
+    """
+    from contextlib import suppress
+
+    from hpc_train.errors import MissingRanksError
+    from hpc_train.training.records.run_records import REQUEUE_MARKER, read_first_failure
+
+    if _stop_request.requested and isinstance(error, MissingRanksError) and read_first_failure(logs) is None:
+        with suppress(OSError):
+            (logs / REQUEUE_MARKER).touch(mode=0o600)
 
 
 def _redirect_output(path: Path, lines: RankLog) -> None:
