@@ -186,7 +186,8 @@ def fit_choice(config: RunConfig, folder: RunDirectory, wanted: int, choice: Nod
 def choose_nodes(config: RunConfig, folder: RunDirectory, allocation: Allocation) -> NodeChoice:
     """Choose the nodes for the next attempt in this job, and those that a requeue leaves out."""
     wanted = allocation.wanted
-    excluded = choose_excluded(read_strikes(folder.path), wanted)
+    # All that are lost, however many: Slurm may not have noticed yet, and would give them to the job again.
+    excluded = list(dict.fromkeys([*allocation.lost, *choose_excluded(read_strikes(folder.path), wanted)]))
     usable = allocation.usable(excluded)
     if len(usable) >= wanted:
         return NodeChoice(usable[:wanted], excluded)

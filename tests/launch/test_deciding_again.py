@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 
 from hpc_train.config.compose import compose
-from hpc_train.launch import restarting
+from hpc_train.errors import MissingRanksError
+from hpc_train.launch import rank_entrypoint, restarting
 from hpc_train.launch.failures import SRUN_ERRORS
 from hpc_train.launch.job_spec import make_spec
 from hpc_train.launch.restarting import Allocation, decide_after_failure
 from hpc_train.launch.slurm.request import make_request
 from hpc_train.launch.submit import default_to_slurm
-from hpc_train.resilience.exclusion import NODES, read_doubtful, write_doubtful
-from hpc_train.training.records.run_records import append_event
+from hpc_train.resilience.exclusion import NODES, Strike, append_strike, read_doubtful, write_doubtful
+from hpc_train.runtime.stop_request import StopRequest
+from hpc_train.training.records.run_records import REQUEUE_MARKER, append_event, record_failure
 from hpc_train.training.run_directory import RunDirectory, locate_run_directory
 
 KILLED = "srun: error: node2: task 1: Killed\n"
@@ -77,6 +79,18 @@ def test_nodes_that_are_lost_together_are_one_fault(tmp_path: Path) -> None:
     assert (event["cause"], event["host"]) == ("a lost node", "node2,node3")
     assert [(strike["host"], strike["weight"]) for strike in lines(tmp_path / NODES)] == [("node2", 2), ("node3", 2)]
     assert (folder.logs(0) / "next-nodes").read_text() == "node1,node4\n"
+
+
+def test_a_requeue_leaves_out_all_nodes_that_are_lost(tmp_path: Path) -> None:
+    """Slurm may not have noticed yet, and the limit to one node in twenty is for nodes that are merely suspected."""
+    folder = RunDirectory(tmp_path, tmp_path / "checkpoints")
+    config = compose(default_to_slurm(["checkpoint.every=10"]))
+    fail(folder, 0)
+    append_strike(tmp_path, Strike("node9", 4, "worse, but not lost", 0))
+    lost = ("node2", "node3")
+    decision = decide_after_failure(config, folder, 0, 137, 0, Allocation(NODES_OF_THE_JOB, lost, 3, can_requeue=True))
+    assert decision.action.value == "requeued"
+    assert (folder.logs(0) / "exclude").read_text() == "node2,node3,node9\n"
 
 
 def test_without_acting_a_decision_is_recorded_and_changes_nothing(
@@ -148,3 +162,33 @@ def test_a_node_that_was_lost_before_an_attempt_is_not_why_it_failed(
     decide_after_failure(config, folder, 0, 137, 0, Allocation((*NODES_OF_THE_JOB, "node4"), lost, 2))
     (event,) = (event for event in lines(folder.events) if event["event"] == "restart")
     assert (event["cause"], event["host"]) == (cause, host)
+
+
+@pytest.mark.parametrize(("asked", "action"), [("", "restarted"), ("SIGUSR2", "requeued")])
+def test_a_stop_that_comes_before_all_ranks_are_there_is_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, action: str
+) -> None:
+    """Ranks that start again would not get the signal, and a job that was to end would train on."""
+    folder = RunDirectory(tmp_path, tmp_path / "checkpoints")
+    folder.logs(0).mkdir(parents=True)
+    stop = StopRequest()
+    if asked:
+        stop.ask(asked)
+    monkeypatch.setattr(rank_entrypoint, "_stop_request", stop)
+    error = MissingRanksError("1 of 2 processes came within 25 s; missing: task 1 on node2", [1], ["node2"])
+    code = rank_entrypoint._report_failure(error, folder.logs(0), 0, "node1", 0.0)
+    config = compose(default_to_slurm(["checkpoint.every=10"]))
+    allocation = Allocation(NODES_OF_THE_JOB, (), 2, can_requeue=True)
+    assert decide_after_failure(config, folder, 0, code, 0, allocation).action.value == action
+
+
+def test_a_signal_after_another_rank_has_failed_asks_for_no_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher ends the ranks that are left by the same signal."""
+    stop = StopRequest()
+    stop.ask("SIGTERM")
+    monkeypatch.setattr(rank_entrypoint, "_stop_request", stop)
+    record_failure(tmp_path, 1, "node2", ImportError("no module"))
+    rank_entrypoint._report_failure(MissingRanksError("1 of 2 came", [1], ["node2"]), tmp_path, 0, "node1", 0.0)
+    assert not (tmp_path / REQUEUE_MARKER).exists()
