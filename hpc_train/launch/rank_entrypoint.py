@@ -11,7 +11,6 @@ from hpc_train.runtime import stop_request
 # Whoever imports this module has handlers already.
 _stop_request = stop_request.install_stop_handlers() if __name__ == "__main__" else stop_request.StopRequest()
 
-import errno  # noqa: E402
 import io  # noqa: E402
 import os  # noqa: E402
 import signal  # noqa: E402
@@ -156,7 +155,7 @@ def _redirect_output(path: Path, lines: RankLog) -> None:
 
 
 class _LossyFile(io.FileIO):
-    """A log that drops output when the disk is full, so that a full disk does not end the training."""
+    """A log that drops output that cannot be written, so that no disk ends the training: full, read-only, or gone."""
 
     def __init__(self, descriptor: int, lines: StreamLines) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -166,9 +165,7 @@ class _LossyFile(io.FileIO):
         self._lines.add(data)
         try:
             return super().write(data)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
+        except OSError:
             return len(data)
 
 

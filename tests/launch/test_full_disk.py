@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+from pathlib import Path
 
+import pytest
 from jobs import COMMAND, Workshop
 
+from hpc_train.launch.rank_entrypoint import _open_lossy
+from hpc_train.training.records.rank_log import RankLog, StreamLines
 from hpc_train.training.records.run_records import read_metrics
 
 LIMIT = 16_000
@@ -27,6 +32,19 @@ def test_training_goes_on_without_room_for_its_records(workshop: Workshop) -> No
     assert lines > 0
     assert steps == list(range(1, len(steps) + 1))
     assert f"metrics.jsonl: its last {lines} lines could not be written" in done.err
+
+
+def test_output_that_cannot_be_written_does_not_end_a_rank(tmp_path: Path) -> None:
+    """As on a file system that is read-only for a minute, or whose server is gone: a closed terminal gives EIO, too."""
+    log = RankLog(tmp_path / "task-0.jsonl")
+    terminal, descriptor = os.openpty()
+    os.close(terminal)
+    try:
+        with pytest.raises(OSError, match="Input/output error"):
+            os.write(descriptor, b"step 1\n")
+        print("step 1", file=_open_lossy(descriptor, StreamLines(log)), flush=True)
+    finally:
+        os.close(descriptor)
 
 
 def test_what_cannot_be_begun_is_one_line(workshop: Workshop) -> None:
