@@ -147,6 +147,28 @@ def test_a_job_that_goes_back_to_the_queue_leaves_out_nodes_with_strikes_also_wh
     assert (tmp_path / "calls").read_text() == "fitted\n"
 
 
+@pytest.mark.parametrize(
+    ("state", "asked"),
+    [
+        ("COMPLETING None", "update jobid=7 ExcNodeList=node2 NumNodes=3 NumTasks=6"),
+        ("RUNNING None", ""),
+        ("COMPLETING TimeLimit", ""),
+    ],
+)
+def test_a_job_that_slurm_itself_puts_back_leaves_out_nodes_with_strikes(
+    tmp_path: Path, state: str, asked: str
+) -> None:
+    """After preemption it may otherwise get the node again that was lost."""
+    fit = "echo node2 >$1/exclude; echo 3 >$1/requeue-nodes"
+    settings = f"hpc_nodes=2 hpc_ranks=4 job=7 run={tmp_path} logs={tmp_path}/logs; hpc_fit=(bash -c '{fit}' _)"
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "nodes.jsonl").write_text("{}\n")
+    change = f'scontrol() {{ echo "$*"; }}; state="{state}"; {settings}; change_requeued_job'
+    assert run_functions(change) == asked
+    (tmp_path / "logs/cancel-7").touch()
+    assert run_functions(change) == ""
+
+
 def test_where_a_full_disk_has_no_room_for_the_chosen_nodes_lost_ones_are_not_taken(tmp_path: Path) -> None:
     slurm = "scontrol() { printf 'node%s\\n' 1 2 3 4; }; SLURM_JOB_NODELIST=node[1-4]"
     choose = f'{slurm} hpc_spares=2 hpc_nodes=2 hpc_ranks=4; choose_nodes {tmp_path}/none; echo "$step_nodes"'

@@ -434,12 +434,26 @@ requeue_job() {
   list_changes
   trap '' TERM USR2
   ask_slurm scontrol requeue "$job"
+  change_job || echo "hpc-train: the job could not be changed: ${changes[*]}"
+}
+
+# change_requeued_job: as above, of a job that Slurm itself puts back into the queue, as after preemption. Slurm gives no
+# reason for that, nor for a job that was cancelled, which takes no change.
+change_requeued_job() {
+  [ "$state" = "COMPLETING None" ] && [ ! -e "$run/logs/cancel-$job" ] && [ -s "$run/nodes.jsonl" ] || return 0
+  trap '' TERM USR2
+  list_changes
+  change_job || true
+}
+
+# change_job: make the `changes` of this job, as soon as Slurm takes them.
+change_job() {
   [ "${#changes[@]}" -gt 0 ] || return 0
   for _ in {1..50}; do
     scontrol update jobid="$job" "${changes[@]}" 2>/dev/null && return
     sleep 0.1
   done
-  echo "hpc-train: the job could not be changed: ${changes[*]}"
+  return 1
 }
 
 # The jobs that wait to go on with the run leave out what this one would.
@@ -460,6 +474,7 @@ finish_run() {
     settle_attempt $?
   done
   [ "$next" != chain ] || change_chain
+  change_requeued_job
   # The jobs that wait to go on with a run that is over, however it ended, have nothing to do.
   if [ "$hpc_chain" -gt 1 ] && [ "$next" != chain ]; then
     scancel --quiet --state=PENDING --user="$(id -un)" --jobname="$SLURM_JOB_NAME"
