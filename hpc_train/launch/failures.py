@@ -27,6 +27,9 @@ SRUN_ERRORS = "srun.err"
 ENDED_TASKS = "ended-tasks.json"
 """File that the supervisor writes in an attempt's log directory: [[task, node], ...] of the tasks that had already
 ended when it ended the others."""
+LOST_NODES = "lost-nodes"
+"""File that the supervisor writes in an attempt's log directory: the names of nodes that fell silent, a line each. The
+batch script reads it, too."""
 _SRUN_LINE = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)")
 _OUT_OF_MEMORY = re.compile(r"srun: error: (?P<host>\S+): tasks? [\d,-]+: Out Of Memory")
 """Slurm prints this for all tasks of a node that end at that moment, so it does not tell which one ran out of memory.
@@ -96,6 +99,8 @@ def find_first_error(logs: Path) -> FirstError | None:
         return FirstError(silent[0], describe_timeout(logs, silent))
     # A rank that was killed by a signal wrote no report. Its peers did, but they only report a lost connection.
     dead = _find_in_exit_codes(logs, failure)
+    if failure is None or failure.lost_peer:
+        dead = dead or _find_lost_nodes(logs)
     if dead is None and (failure is None or failure.lost_peer):
         dead = _find_in_srun_errors(logs) or _find_unreported(logs)
     if dead is not None or failure is None:
@@ -151,6 +156,17 @@ def _is_deadly(logs: Path, task: int, code: int, failure: RankFailure | None) ->
 def _has_given_up_waiting(logs: Path, task: int) -> bool:
     """Return whether the end of a task's log says that it waited for another one, as NCCL's watchdog prints."""
     return is_timeout(read_tail_text(logs / f"task-{task}.log"))
+
+
+def _find_lost_nodes(logs: Path) -> FirstError | None:
+    """Find the nodes that fell silent: their ranks cannot report, and those of other nodes were ended for that."""
+    hosts = read_tail_text(logs / LOST_NODES).split()
+    if not hosts:
+        return None
+    entries = read_rank_entries(logs)
+    tasks = [int(entry["process"]) for entry in entries if str(entry.get("host")).partition(".")[0] in hosts]
+    answer = "does not answer" if len(hosts) == 1 else "do not answer"
+    return FirstError(min(tasks, default=0), f"{', '.join(hosts)}: {answer} any more", hosts[0])
 
 
 def _find_in_srun_errors(logs: Path) -> FirstError | None:

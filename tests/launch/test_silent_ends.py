@@ -10,7 +10,7 @@ import pytest
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.config.compose import compose
 from hpc_train.errors import EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_USER_ERROR, IncompleteRun, MissingRanksError, UserError
-from hpc_train.launch.failures import find_first_error, main
+from hpc_train.launch.failures import LOST_NODES, find_first_error, main
 from hpc_train.launch.restarting import decide_after_failure, find_fault
 from hpc_train.resilience.restart import Action, Cause, Fault
 from hpc_train.training.numerics.number_checks import LostNumbers
@@ -51,6 +51,20 @@ def test_an_exit_code_is_named_and_would_come_again(logs: Path) -> None:
     fault = find_fault(logs, 3)
     assert (fault.cause, fault.host) == (Cause.EXCEPTION, "node2")
     assert fault.text == "task 3 on node2 exited with code 3 without a word"
+
+
+def test_a_node_that_is_lost_is_named_and_not_the_ranks_that_were_ended_for_it(logs: Path) -> None:
+    (logs / "srun.err").write_text("srun: error: node1: task 0: Killed\n")
+    (logs / LOST_NODES).write_text("node2\nnode3\n")
+    for error in (None, PEER, ValueError("a mistake of its own")):
+        if error is not None:
+            fail(logs, 0, error)
+        first = find_first_error(logs)
+        assert first is not None
+        if isinstance(error, ValueError):
+            assert first.line.endswith("ValueError: a mistake of its own")
+        else:
+            assert (first.line, first.host) == ("node2, node3: do not answer any more", "node2")
 
 
 @pytest.mark.parametrize("how", ["Exited with exit code 75", "Terminated"])

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.cluster.hostlist import expand_hostlist, list_task_hosts
-from hpc_train.launch.failures import SRUN_ERRORS
+from hpc_train.launch.failures import LOST_NODES, SRUN_ERRORS
 from hpc_train.launch.slurm.agent_reports import (
     AGENT_ERRORS,
     AGENTS,
@@ -68,8 +68,6 @@ from hpc_train.resilience.incident import HANG, Incident, write_incident
 from hpc_train.resilience.watch import RankView, find_hang
 from hpc_train.training.records.run_records import append_event
 
-LOST_NODES = "lost-nodes"
-"""File in an attempt's log directory with the names of nodes that fell silent; the batch script reads it."""
 _CLAIM = "supervisor.lock"
 _WITHOUT_STEPS = (Phase.START, Phase.LOAD, Phase.FIRST_STEP)
 """Phases of ranks that have nothing to save."""
