@@ -83,7 +83,7 @@ class _Followed:
     beat: Beat
     silent: float = 0.0
     stopped: float = 0.0
-    """Seconds for which it has been seen stopped, up to now."""
+    """Seconds for which it has been seen stopped since that entry, up to now."""
 
 
 class NodeWatch:
@@ -110,7 +110,8 @@ class NodeWatch:
         if beat.counter != followed.beat.counter or beat.process != followed.beat.process:
             # The time until this entry belongs to the phase that the entry before it announced.
             self.deadlines.observe(followed.beat.phase, followed.silent)
-            followed.beat, followed.silent = beat, min(max(now - beat.seconds, 0.0), tick)
+            # A rank that gets on between two stops, as under a tool that limits its CPU time by them, is merely slow.
+            followed.beat, followed.silent, followed.stopped = beat, min(max(now - beat.seconds, 0.0), tick), 0.0
         state = read_process_state(beat.process)
         deadline = self.deadlines.seconds(beat.phase)
         followed.stopped = followed.stopped + tick if state == STOPPED else 0.0

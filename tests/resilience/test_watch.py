@@ -261,6 +261,23 @@ def test_a_stopped_process_is_found_and_going_ones_are_not(logs: Path, ranks: li
     assert "stopped by a signal" in hang.describe()
 
 
+def test_a_rank_that_gets_on_between_short_stops_does_not_hang(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under `cpulimit`, which stops and continues a process many times a second. Each look sees it stopped."""
+    clock = time.monotonic()
+    monkeypatch.setattr("time.monotonic", lambda: clock)
+    monkeypatch.setattr("hpc_train.resilience.watch.read_process_state", lambda process: STOPPED)
+    watch, heartbeat = NodeWatch(logs, LIMITS), Heartbeat(logs, 0)
+    for step in range(10):
+        heartbeat.enter(Phase.STEP, step)
+        for _ in range(2):
+            clock += 0.2
+            assert find_hang(watch.look()) is None
+    for _ in range(2):
+        clock += 0.2
+        looked = watch.look()
+    assert find_hang(looked) is not None, "it has not got on for longer than a step may take"
+
+
 def test_the_time_before_a_stop_does_not_count_as_stopped(logs: Path) -> None:
     start = "import sys, time; from pathlib import Path; from hpc_train.resilience.heartbeat import Heartbeat"
     words = [

@@ -66,6 +66,31 @@ def _no_job_outlives_its_test(slurm_cluster: SlurmCluster, tmp_path: Path) -> It
         slurm_cluster.scancel(job.split()[0])
 
 
+@pytest.mark.long
+def test_a_rank_that_is_stopped_again_and_again_for_a_moment_is_only_slow(
+    slurm_cluster: SlurmCluster,
+    settings: list[str],
+    undisturbed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As under `cpulimit`, for longer in all than a rank may be stopped."""
+    monkeypatch.setenv("STEP_SECONDS", "0.1")
+    run = tmp_path / "run"
+    job = start(run, settings, "launch.export=[FAULTS,FAULT_FOLDER,STEP_SECONDS]")
+    wait_until("steps", lambda: steps_done(run) > 3)
+    rank, end = pid_of_task(run, 1), time.monotonic() + 15
+    while time.monotonic() < end:
+        os.kill(rank, signal.SIGSTOP)
+        time.sleep(0.85)
+        os.kill(rank, signal.SIGCONT)
+        time.sleep(0.15)
+    (tmp_path / "fast").touch()
+    slurm_cluster.wait_for_state(job, "COMPLETED", timeout=120)
+    assert {"hang", "restart", "failure"} & set(kinds(run)) == set()
+    assert_same_result(run, undisturbed, STEPS)
+
+
 def test_a_killed_rank_starts_again_in_the_same_job(
     slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
 ) -> None:
