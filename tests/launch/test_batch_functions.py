@@ -147,6 +147,19 @@ def test_a_job_that_goes_back_to_the_queue_leaves_out_nodes_with_strikes_also_wh
     assert (tmp_path / "calls").read_text() == "fitted\n"
 
 
+def test_a_decision_waits_until_the_run_directory_can_be_written(tmp_path: Path) -> None:
+    """Not where the disk is full, which can last."""
+    logs = tmp_path / "logs"
+    restart = f"hpc_restart=(bash -c 'echo x >>{tmp_path}/calls; test -d {logs}')"
+    settings = f"run={tmp_path} attempt=0 code=137 logs={logs} probe_pause=0.1; {restart}"
+    run_functions(f"{settings}; (sleep 0.5; mkdir {logs}) & decide")
+    assert (tmp_path / "calls").read_text() == "x\n"
+    full = "mkdir() { echo 'mkdir: cannot create directory: No space left on device' >&2; return 1; }"
+    run_functions(f"{settings}; {full}; decide")
+    assert (tmp_path / "calls").read_text() == "x\n" * 2
+    assert list(logs.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("state", "asked"),
     [

@@ -24,6 +24,8 @@ why="" next="" state="" stopped=""
 srun_task_error='^srun: error: [^ ]+: tasks? [0-9,-]+: '
 # Each srun that had not ended when its ranks had, and that nobody waits for, and the log directory of its attempt.
 left_sruns=()
+# Seconds between two looks at a run directory that cannot be written.
+probe_pause=5
 # Nodes that this job has lost, separated by spaces. Slurm may notice only minutes later, and nothing starts on them again.
 lost_nodes=""
 
@@ -367,10 +369,22 @@ read_decision() {
   tr -cd 'A-Za-z0-9 ._/:,()+@=#-' <"$logs/decision" | cut -c 1-300
 }
 
+# wait_until_writable: where nothing can be made in the run directory, as on a file system that is read-only or away for a
+# minute, neither a decision nor another attempt could be recorded, and the run would end. A full disk is no reason to wait.
+wait_until_writable() {
+  local error end=$(($(read_uptime) + slurm_patience))
+  while [ "$(read_uptime)" -lt "$end" ]; do
+    error="$(LC_ALL=C mkdir "$logs/.probe" 2>&1)" && { rmdir "$logs/.probe"; return 0; }
+    ! grep -qiE 'no space left|quota|file exists' <<<"$error" || return 0
+    sleep "$probe_pause"
+  done
+}
+
 # decide LOST: run the command that decides, and again if it was killed, as where the memory of this node is short, or ended
 # without a decision, as where the file system did not answer for a moment. It exits with 1 to end the run, as with an error.
 decide() {
   local answer pause
+  wait_until_writable
   for pause in 0 1 5; do
     sleep "$pause"
     rm -f "$logs/decision"
