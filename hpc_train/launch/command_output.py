@@ -6,6 +6,8 @@ a job prints to the log of that job.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,3 +31,14 @@ class CommandOutput:
     def report(self, remark: str) -> None:
         """Print a remark as a message of `hpc-train`."""
         self.print_message(f"hpc-train: {remark}")
+
+
+def print_to_job_log(line: str) -> None:
+    """Print a line to the log of the job that this process runs in; nothing happens where that cannot be written.
+
+    The disk may be full, or read-only for a moment, and what the line is about has to be done all the same.
+    """
+    try:
+        print(line, flush=True)
+    except OSError:
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  what is left in the buffer would make the exit fail, too

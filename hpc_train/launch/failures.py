@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.errors import EXIT_NO_REQUEUE, EXIT_REQUEUE
+from hpc_train.launch.command_output import print_to_job_log
 from hpc_train.launch.state.attempts import read_attempt, read_rank_entries, read_tail_text
 from hpc_train.regular_files import read_json
 from hpc_train.resilience.incident import read_hang
@@ -310,7 +311,7 @@ def main(run_dir: str, attempt: str, code: str, requeue: str) -> int:
         if error := _find_error_of_stop(logs):
             requeue = f"{requeue}; meanwhile {error.line}"
         append_event(run / "events.jsonl", "requeue", int(attempt), exit_code=int(code), why=requeue)
-        print(f"requeued: {requeue}", flush=True)
+        print_to_job_log(f"requeued: {requeue}")
     elif int(code) != EXIT_REQUEUE:
         error = find_first_error(logs)
         why = error.text if error else _explain_by_batch_script(logs, code)
@@ -319,7 +320,7 @@ def main(run_dir: str, attempt: str, code: str, requeue: str) -> int:
         if int(code) == EXIT_NO_REQUEUE and error and result and result.why:
             line = f"{result.why} ({line})"
         append_event(run / "events.jsonl", "failure", int(attempt), exit_code=int(code), why=line)
-        print(f"hpc-train: {why}", flush=True)
+        print_to_job_log(f"hpc-train: {why}")
     return 0
 
 

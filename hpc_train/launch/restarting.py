@@ -21,6 +21,7 @@ from typing import Any
 from hpc_train.cluster.hostlist import expand_hostlist
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_REQUEUE, EXIT_USER_ERROR
+from hpc_train.launch.command_output import print_to_job_log
 from hpc_train.launch.crashing_checkpoints import FailedLoad, list_unmarked_steps, respond_to_failed_load
 from hpc_train.launch.elastic import find_smaller_size
 from hpc_train.launch.failures import EXIT_CODES, FirstError, find_first_error
@@ -179,7 +180,7 @@ def fit_choice(config: RunConfig, folder: RunDirectory, wanted: int, choice: Nod
 
     demand = fit_demand(config, folder, wanted, choice.exclude)
     for line in demand.concessions:
-        print(f"hpc-train: {line}", flush=True)
+        print_to_job_log(f"hpc-train: {line}")
     return replace(choice, exclude=demand.exclude, requeue_nodes=demand.nodes if config.launch.spares else 0)
 
 
@@ -380,7 +381,7 @@ def main(run: str, attempt: str, code: str, lost: str = "") -> int:
     with suppress(OSError):  # a full disk: the exit code and the log say it, too
         (folder.logs(int(attempt)) / DECISION).write_text(decision.why + "\n")
     left = "" if config.resilience.act else "left alone (resilience.act=false): "
-    print(f"hpc-train: {left}{decision.why}", flush=True)
+    print_to_job_log(f"hpc-train: {left}{decision.why}")
     return _EXIT_CODES[decision.action] if config.resilience.act else EXIT_FAILED
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -114,6 +116,22 @@ def test_without_acting_a_decision_is_recorded_and_changes_nothing(
     assert strikes == [("node2", 2)], "evidence is kept for those who act"
     acting = make_request(compose(default_to_slurm([f"run_dir={tmp_path}", "cluster.nodes=2"])), folder).parameters
     assert acting["exclude"] == "node2"
+
+
+def test_a_decision_is_made_where_the_log_of_the_job_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = compose(default_to_slurm([f"run_dir={tmp_path}", "cluster.nodes=2"]))
+    folder = locate_run_directory(config)
+    fail(folder, 0)
+    make_spec(config, folder, 2 * config.cluster.ranks_per_node, {}).write(folder.job)
+    monkeypatch.setattr(restarting, "read_time_left", lambda job: None)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-3]")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(full, write_through=True))
+        with pytest.raises(OSError, match="No space left"):
+            print("any line", flush=True)
+        assert restarting.main(str(tmp_path), "0", "137", "node2") == 0
+        sys.stdout.close()
 
 
 def test_a_spare_node_that_did_not_answer_is_taken_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

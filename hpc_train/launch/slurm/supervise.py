@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.cluster.hostlist import expand_hostlist, list_task_hosts
+from hpc_train.launch.command_output import print_to_job_log
 from hpc_train.launch.failures import LOST_NODES, SRUN_ERRORS
 from hpc_train.launch.slurm.agent_reports import (
     AGENT_ERRORS,
@@ -207,7 +208,7 @@ class Supervisor:
 
     def _give_up_agents(self, hosts: Sequence[str]) -> None:
         """Replace agents that say nothing, though their nodes are there; do without those that have never begun."""
-        print(f"hpc-train: {', '.join(hosts)}: no agent reports from there, though it is there", flush=True)
+        print_to_job_log(f"hpc-train: {', '.join(hosts)}: no agent reports from there, though it is there")
         absent = self._reports.list_absent()
         for host in hosts:
             if host in absent:
@@ -259,7 +260,7 @@ class Supervisor:
 
     def _end_before_limit(self) -> bool:
         """End the ranks, so that the job can be requeued."""
-        print("hpc-train: the time limit is here, and the ranks have not stopped: they are ended", flush=True)
+        print_to_job_log("hpc-train: the time limit is here, and the ranks have not stopped: they are ended")
         with suppress(OSError):
             (self._logs / OUT_OF_TIME).touch()
         end_ranks(self._logs, self._job, self._srun, self._reports)
@@ -275,7 +276,7 @@ class Supervisor:
             if not self._settings.act:
                 return
         elif self._time_is_short and have_started(self._reports.list_views()):
-            print("hpc-train: the time limit of the job is near: the ranks are asked to save and stop", flush=True)
+            print_to_job_log("hpc-train: the time limit of the job is near: the ranks are asked to save and stop")
         else:
             return
         self._stopping = True
@@ -357,7 +358,7 @@ def main(logs: str, process: str) -> int:
     if settings is None or (Path(logs) / LEFT_SRUN).exists():  # its ranks have been ended
         return 0
     if not claim_ranks(Path(logs)):
-        print("hpc-train: another supervisor watches these ranks; this one leaves", flush=True)
+        print_to_job_log("hpc-train: another supervisor watches these ranks; this one leaves")
         return 0
     config = read_json(Path(logs).parents[1] / "job.json")["config"]
     resilience = {

@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 
 from hpc_train.config.run import RunConfig
-from hpc_train.launch.command_output import Report
+from hpc_train.launch.command_output import Report, print_to_job_log
 from hpc_train.launch.job_spec import read_spec
 from hpc_train.launch.slurm.request import JobRequest, join_excluded, list_nodes_to_exclude, sbatch_options
 from hpc_train.launch.slurm.slurm_cli import Answer, RunClient, run_client
@@ -135,7 +135,7 @@ def main(logs: str, names: str = "") -> int:
             return 1
     demand = fit_demand(config, folder, wanted, excluded)
     for line in demand.concessions:
-        print(f"hpc-train: {line}", flush=True)
+        print_to_job_log(f"hpc-train: {line}")
     write_requeue(Path(logs), demand.exclude, demand.nodes if config.launch.spares else 0)
     return 0
 
