@@ -275,7 +275,7 @@ ZBV = ("parallel.pp=2", "parallel.pipeline.schedule=zbv")
     [
         (("parallel.tp=1",), "asynchronous=true: has no effect with parallel.tp=1"),
         (("parallel.tp=2", "parallel.tensor.sequence=false"), "use parallel.tensor.sequence=true"),
-        (("parallel.tp=2", "model=vit_tiny"), "a vision transformer's do not divide; leave it out"),
+        (("parallel.tp=2", "model=vit_tiny"), "those of a vision transformer do not divide; leave it out"),
         (
             ("parallel.tp=2", "parallel.recompute.mode=selective"),
             "use parallel.recompute.keep=.attention., or mode=full",
