@@ -63,6 +63,11 @@ class Constants:
     """Speed of the grouped products of experts over that of one large product."""
     expert_passes: float = _declare_fitted(10.0, 2.0, 60.0, EXPERTS)
     """Passes over the rows that experts take, forward: sort, gather, add up (see model.experts)."""
+    launch_expert: float = _declare_fitted(5e-5, 0.0, 3e-4, EXPERTS)
+    """Host seconds of a forward for each routed expert of a rank whose products are launched one by one, which the
+    device waits for: the host cannot launch ahead, since it waits for the number of rows."""
+    fused_experts: float = _declare_fitted(0.7, 0.1, 1.0, EXPERTS)
+    """expert_passes with fused kernels over those without (Jobs.cuda_graphs of the whole step)."""
     exchange: float = _declare_fitted(1.0, 0.1, 4.0, EXPERTS)
     """Time of the all-to-all of tokens over that of moving its bytes at the speed of other collectives."""
     alignment: float = _declare_fitted(1.05, 1.0, 1.5)
@@ -139,9 +144,9 @@ class Constants:
     """Standard deviation of log(measured / predicted) of step time, from cross-validation."""
     spread_pytorch: float = 0.15
     """Standard deviation for tensor parallelism of PyTorch's stacks."""
-    spread_experts: float = 0.26
-    """The same for mixtures of experts: root mean square over the held-out rows of tests/planner/published_experts.csv.
-    One configuration took up to 1.5 times as long two releases of Megatron-Bridge earlier."""
+    spread_experts: float = 0.15
+    """The same for mixtures of experts: from the runs that were fitted to, each GPU's predicted by a fit to those of
+    the others."""
     spread_float8: float = 0.2
     """The same for products in 8 bits by torchao, of the rows of tests/planner/published_float8.csv."""
     headroom_float8: float = 0.25

@@ -185,4 +185,4 @@ def test_bands_of_experts_are_wider() -> None:
     dense = jobs_from_config(_run("model=llama_1b", "parallel.strategy=zero3"), 8)
     mixed = jobs_from_config(_run("parallel.strategy=zero3"), 8)
     spreads = [float(np.max(estimate_step_time(jobs, default_constants()).spread)) for jobs in (dense, mixed)]
-    assert spreads[1] > 2 * spreads[0]
+    assert spreads[1] > 1.5 * spreads[0]

@@ -12,12 +12,14 @@ from hpc_train.planner.calibration.fit_report import measure_errors_by_kind, pre
 from hpc_train.planner.calibration.run_table import RunTable, read_runs
 from hpc_train.planner.calibration.validate import (
     ErrorStatistics,
+    PredictedRun,
     measure_band,
     predict_runs,
     summarize_errors,
     validate_predictions,
 )
 from hpc_train.planner.constants import default_constants
+from hpc_train.planner.model.jobs import FSDP
 
 FOLDER = Path(__file__).parents[2].parent / "shared/data"
 HERE = FOLDER.is_dir()
@@ -95,10 +97,45 @@ def test_every_row_is_accounted_for(published: RunTable) -> None:
 
 def test_held_out_runs_of_pytorch() -> None:
     """Tensor parallelism and FSDP of sources that nothing was fitted to."""
-    table = read_runs(Path(__file__).with_name("published_pytorch.csv"))
-    rows = [row for row in predict_runs(table.runs, default_constants()) if row.run.held_out]
+    rows = held_out_rows("published_pytorch.csv")
     tensor = summarize_errors(row.ratio for row in rows if row.run.columns["tp"] > 1)
     assert (tensor.n, len(rows)) == (30, 42)
     assert tensor.mape < 0.105
     assert summarize_errors(row.ratio for row in rows).mape < 0.11
     assert 0.7 < measure_band(rows).inside < 0.95
+
+
+def held_out_rows(name: str) -> list[PredictedRun]:
+    """Return the rows of a table that nothing was fitted to."""
+    table = read_runs(Path(__file__).with_name(name))
+    return [row for row in predict_runs(table.runs, default_constants()) if row.run.held_out]
+
+
+def test_held_out_runs_of_experts() -> None:
+    rows = [*held_out_rows("published_experts.csv"), *held_out_rows("published_dgxc.csv")]
+    megatron, pytorch = (
+        summarize_errors(row.ratio for row in rows if row.run.columns["experts"] and is_fsdp(row) == flag)
+        for flag in (False, True)
+    )
+    assert (megatron.n, pytorch.n) == (19, 5)
+    assert megatron.mape < 0.14
+    assert pytorch.mape < 0.11
+
+
+def is_fsdp(row: PredictedRun) -> bool:
+    return row.run.columns["stack"] == FSDP
+
+
+def test_held_out_runs_of_models_on_dgx_cloud() -> None:
+    """Nemotron-4 and mixtures of experts, of which nothing was fitted to."""
+    rows = held_out_rows("published_dgxc.csv")
+    assert len(rows) == 50
+    assert summarize_errors(row.ratio for row in rows).mape < 0.13
+    assert 0.7 < measure_band(rows).inside < 0.95
+
+
+def test_held_out_runs_in_8_bits() -> None:
+    rows = held_out_rows("published_float8.csv")
+    nvidia = [row for row in rows if not row.run.cluster.endswith("MI300X")]
+    assert (len(rows), len(nvidia)) == (20, 16)
+    assert summarize_errors(row.ratio for row in nvidia).mape < 0.11

@@ -119,6 +119,7 @@ def test_what_is_not_stated_widens_the_band(cells: dict[str, dict[str, str]]) ->
         ({"sharding": "magic"}, "unknown sharding 'magic'"),
         ({"software": "magic"}, "unknown software 'magic'; known: megatron-lm, deepspeed"),
         ({"recompute": "most"}, "unknown recompute 'most'"),
+        ({"cuda_graphs": "some"}, "unknown cuda_graphs 'some'"),
         ({"iter_time_s": "", "mem_gib": ""}, "neither time nor memory is stated"),
     ],
 )

@@ -108,7 +108,7 @@ SPEEDS = ("peak_flops", "memory_bandwidth", "link_bandwidth", "nic_bandwidth", "
 def test_a_faster_part_slows_nothing(jobs: Jobs, told: Estimate, names: tuple[str, ...]) -> None:
     """But for what the same computation is taken to hide twice: the ring of cp, the data-parallel axes, launches."""
     faster = replace_columns(jobs, **{name: 2 * getattr(jobs, name) for name in names})
-    assert (step(faster) <= told.time.step * 1.01).all()
+    assert (step(faster) <= told.time.step * 1.02).all()
 
 
 def test_a_cluster_of_twice_the_speed_is_up_to_twice_as_fast(jobs: Jobs, told: Estimate) -> None:

@@ -10,7 +10,16 @@ from planner_runs import run
 
 from hpc_train.planner.constants import Constants, default_constants
 from hpc_train.planner.model.from_config import jobs_from_config
-from hpc_train.planner.model.jobs import RECOMPUTE, Jobs, as_column, job_columns, recomputed_share, replace_columns
+from hpc_train.planner.model.jobs import (
+    FSDP,
+    MEGATRON,
+    RECOMPUTE,
+    Jobs,
+    as_column,
+    job_columns,
+    recomputed_share,
+    replace_columns,
+)
 from hpc_train.planner.model.network import all_gather_seconds, all_reduce_seconds, exposed_seconds, make_rank_group
 from hpc_train.planner.model.products import wave_quantization
 from hpc_train.planner.model.step_time import Estimate, StepTime, estimate_jobs
@@ -139,3 +148,33 @@ def test_more_micro_batches_shrink_the_bubbles_share() -> None:
 def test_the_first_of_every_so_many_layers_is_recomputed(layers: int, stages: int, every: int, share: float) -> None:
     """As parallel.recompute.every has it: of 5 layers with every=2 the first, the third and the fifth."""
     assert recomputed_share(layers, stages, every) == share
+
+
+def test_megatron_core_adds_up_gradients_in_the_product() -> None:
+    """Wider gradients move more bytes for each micro-batch, which the arithmetic of the product hides."""
+    core = job(stack=MEGATRON, fused_elementwise=1, gradient_bytes=[2, 4])
+    eager = job(stack=MEGATRON, fused_elementwise=0, gradient_bytes=[2, 4])
+    (hidden, hidden_wide), (added, added_wide) = (estimate_jobs(it, CONSTANTS).time.compute for it in (core, eager))
+    assert hidden_wide == hidden
+    assert added_wide > added * 1.01
+    short = job(stack=MEGATRON, fused_elementwise=1, gradient_bytes=[2, 4], sequence=256)
+    narrow, wide = estimate_jobs(short, CONSTANTS).time.compute
+    assert wide > narrow, "few tokens hide little"
+
+
+def test_launches_of_experts_are_waited_for_unless_graphs_launch_the_whole_step() -> None:
+    experts = {
+        "experts": 64,
+        "top_k": 2,
+        "expert_width": 4096,
+        "stack": MEGATRON,
+        "dp_replicate": 1,
+        "dp_shard": 8,
+        "zero": 1,
+    }
+    none, layers, whole = estimate_jobs(job(**experts, cuda_graphs=[0, 1, 2]), CONSTANTS).time.launch
+    assert none == layers > whole == 0
+    few, many = estimate_jobs(job(**experts, ep=[8, 1]), CONSTANTS).time.launch
+    assert many == pytest.approx(8 * few), "products of each expert are launched one by one"
+    one, same = estimate_jobs(job(**{**experts, "stack": FSDP}, tp=1, ep=[8, 1]), CONSTANTS).time.launch
+    assert one == same < few, "torch has one kernel for all of a rank"

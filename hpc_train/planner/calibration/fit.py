@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -82,21 +82,26 @@ def fit_constants(runs: Sequence[MeasuredRun]) -> Constants:
     )
     # First what all have in common, from dense models; then what only PyTorch's stacks and mixtures of experts have.
     pytorch = [run for run in dense if run.columns["stack"] == FSDP]
+    sizes = Counter(run.family for run in timed)
     if common := [run for run in dense if run not in pytorch or run.columns["tp"] == 1]:
-        constants = _fit_time(common, constants)
+        constants = _fit_time(common, constants, sizes)
     if pytorch:
-        constants = _fit_time(pytorch, constants, PYTORCH)
+        constants = _fit_time(pytorch, constants, sizes, PYTORCH)
     if mixed:
-        constants = _fit_time(mixed, constants, EXPERTS)
+        constants = _fit_time(mixed, constants, sizes, EXPERTS)
     return _fit_memory(with_memory, constants) if with_memory else constants
 
 
-def _fit_time(runs: Sequence[MeasuredRun], start: Constants, to: str = TIME) -> Constants:
-    names = list(constant_bounds(to))
+def _fit_time(
+    runs: Sequence[MeasuredRun], start: Constants, family_sizes: Mapping[str, int], to: str = TIME
+) -> Constants:
     jobs, measured = jobs_from_runs(runs), measured_seconds(runs)
-    return _solve(
-        names, start, lambda constants: np.log(estimate_step_time(jobs, constants).step / measured), weight_runs(runs)
-    )
+
+    def errors(constants: Constants) -> Floats:
+        log_errors: Floats = np.log(estimate_step_time(jobs, constants).step / measured)
+        return log_errors
+
+    return _solve(list(constant_bounds(to)), start, errors, weight_runs(runs, family_sizes))
 
 
 def _fit_memory(runs: Sequence[MeasuredRun], start: Constants) -> Constants:
@@ -106,14 +111,16 @@ def _fit_memory(runs: Sequence[MeasuredRun], start: Constants) -> Constants:
         log_errors: Floats = np.log(select_reported_memory(runs, estimate_memory(jobs, constants)) / measured)
         return log_errors
 
-    return _solve(list(constant_bounds(MEMORY)), start, errors, weight_runs(runs))
+    return _solve(list(constant_bounds(MEMORY)), start, errors, weight_runs(runs, Counter(run.family for run in runs)))
 
 
-def weight_runs(runs: Sequence[MeasuredRun]) -> Floats:
-    """Weight runs so that a family of n runs counts as n^(1/4): a long table must not dominate the fit."""
-    counts = Counter(run.family for run in runs)
+def weight_runs(runs: Sequence[MeasuredRun], family_sizes: Mapping[str, int]) -> Floats:
+    """Weight runs so that a family of n runs counts as n^(1/4): a long table must not dominate the fit.
+
+    family_sizes: runs of each family, of which `runs` may have some only.
+    """
     # Weighted errors are squared: n runs of this weight count as n x n^-0.75 together.
-    return np.array([counts[run.family] ** -0.375 for run in runs])
+    return np.array([family_sizes[run.family] ** -0.375 for run in runs])
 
 
 def _solve(names: Sequence[str], start: Constants, errors: Callable[[Constants], Floats], weights: Floats) -> Constants:

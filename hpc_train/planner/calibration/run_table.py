@@ -30,7 +30,7 @@ from hpc_train.planner.calibration.software import (
     knows_software,
 )
 from hpc_train.planner.model.accelerators import Accelerator, attention_peak, find_accelerator
-from hpc_train.planner.model.jobs import FLOAT8_RECIPES, RECOMPUTE, SCHEDULES, STACKS, Jobs, as_column
+from hpc_train.planner.model.jobs import CUDA_GRAPHS, FLOAT8_RECIPES, RECOMPUTE, SCHEDULES, STACKS, Jobs, as_column
 from hpc_train.regular_files import MAX_TEXT_BYTES, read_regular
 from hpc_train.units import GIB
 
@@ -246,6 +246,7 @@ def _find_unknown_word(row: CsvRow) -> str | None:
         "schedule": _name_schedule(row) in SCHEDULES,
         "dispatcher": row.get_word("dispatcher") in ("", "alltoall", "allgather", *_ONCE_A_NODE),
         "fp8_recipe": row.get_word("fp8_recipe") in ("", *FLOAT8_RECIPES),
+        "cuda_graphs": row.get_word("cuda_graphs") in ("", *CUDA_GRAPHS),
     }
     if not knows_software(row.get_word("software")):
         return f"unknown software {row.get_text('software')!r}; known: megatron-lm, {', '.join(SOFTWARE)}"
@@ -311,6 +312,7 @@ def _make_layout_columns(row: CsvRow, software: SoftwareTraits) -> dict[str, flo
         "ep": row.get_number("ep", 1),
         "imbalance": row.get_number("expert_imbalance", 1),
         "sends_once": row.get_word("dispatcher") in _ONCE_A_NODE,
+        "cuda_graphs": CUDA_GRAPHS.index(row.get_word("cuda_graphs") or "none"),
         "loss_chunk": 0,
         "cp": cp,
         "tp": row.get_number("tp"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from hpc_train.planner.constants import Constants
-from hpc_train.planner.model.jobs import FULL, Column, Jobs, choose
+from hpc_train.planner.model.jobs import FULL, GRAPHED_STEP, MEGATRON, Column, Jobs, choose
 from hpc_train.planner.model.network import all_to_all_seconds, make_rank_group
 from hpc_train.planner.model.products import grouped_seconds, linear_seconds
 
@@ -59,12 +59,22 @@ def expert_elementwise(jobs: Jobs, constants: Constants) -> Column:
     """Return the elements per token that a mixture's elementwise work passes over in forward."""
     rows = _rows_of_token(jobs)
     activation = _GATED_PASSES * (rows * jobs.expert_width + jobs.shared_width) / jobs.tp
-    return activation + constants.expert_passes * rows * jobs.hidden * jobs.expert_tp / jobs.tp
+    passes = constants.expert_passes * choose(jobs.cuda_graphs == GRAPHED_STEP, constants.fused_experts, 1.0)
+    return activation + passes * rows * jobs.hidden * jobs.expert_tp / jobs.tp
 
 
 def expert_kernels(jobs: Jobs) -> Column:
     """Return the additional kernel launches of a layer's forward, on average over the layers."""
     return jobs.sparse_share * _KERNELS
+
+
+def expert_launch_seconds(jobs: Jobs, constants: Constants) -> Column:
+    """Return the seconds of a forward that the device waits for the launches of experts, on average over the layers.
+
+    Megatron launches the products and casts of each of a rank's experts; PyTorch has one kernel for all of them.
+    """
+    experts = choose(jobs.stack == MEGATRON, np.maximum(jobs.experts / jobs.ep, 1), 1.0)
+    return choose(jobs.cuda_graphs == GRAPHED_STEP, 0.0, jobs.sparse_share * experts * constants.launch_expert)
 
 
 def exchange_seconds(jobs: Jobs, constants: Constants) -> tuple[Column, Column]:

@@ -29,6 +29,11 @@ OFFLOAD = ("none", "optimizer", "parameters")
 parameters: also the parameters and their gradients."""
 FLOAT8_RECIPES = ("none", "tensorwise", "rowwise", "rowwise_with_gw_hp")
 """How products in 8 bits are scaled (precision.float8), coded by its index; none also where a source does not say."""
+CUDA_GRAPHS = ("none", "layers", "step")
+"""What CUDA graphs launch, not the host, coded by its index. layers: all of a layer but its routed experts, whose
+number of rows is not fixed. step: the whole step, with experts in buffers of fixed size and fused kernels
+(Megatron-Core's full_iteration with paged stash). hpc_train's own graphs are for models without experts."""
+GRAPHED_STEP = CUDA_GRAPHS.index("step")
 STACKS = ("megatron", "deepspeed", "fsdp", "hpc_train")
 """Training software (stack) that runs the job, coded by its index: formulas and some constants differ by stack."""
 MEGATRON, DEEPSPEED, FSDP, HPC_TRAIN = range(len(STACKS))
@@ -181,6 +186,8 @@ class Jobs:
     """Tokens of the rank with the busiest experts, over the mean."""
     sends_once: Column = field(default_factory=_zero)
     """1: a token travels once to each node that has some of its experts (DeepEP), not once to each expert."""
+    cuda_graphs: Column = field(default_factory=_zero)
+    """Index into CUDA_GRAPHS."""
     head_norms: Column = field(default_factory=_zero)
     """1: queries and keys have norms of their own."""
     output_norms: Column = field(default_factory=_zero)

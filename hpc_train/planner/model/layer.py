@@ -97,10 +97,13 @@ def layer_work(jobs: Jobs, constants: Constants) -> LayerWork:
 
 
 def _launch_seconds(jobs: Jobs, constants: Constants) -> Column:
-    """Return the host's seconds to launch one kernel. hpc_train's own tp has plain tensors inside of its layers."""
+    """Return the host's seconds to launch one kernel; 0 where CUDA graphs do (expert_launch_seconds: of experts).
+
+    hpc_train's own tp has plain tensors inside of its layers.
+    """
     dispatched = (jobs.stack == FSDP) & (jobs.tp > 1) & (jobs.fused_elementwise == 0)
     seconds = choose(jobs.stack == DEEPSPEED, constants.launch_deepspeed, constants.launch)
-    return choose(dispatched, constants.launch_dtensor, seconds)
+    return choose(jobs.cuda_graphs > 0, 0.0, choose(dispatched, constants.launch_dtensor, seconds))
 
 
 def attention_score_width(jobs: Jobs) -> Column:

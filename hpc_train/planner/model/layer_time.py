@@ -14,7 +14,7 @@ from hpc_train.config.cluster import PCIE_BANDWIDTH
 from hpc_train.planner.constants import Constants
 from hpc_train.planner.model.activations import layer_activations
 from hpc_train.planner.model.distinct import find_distinct_jobs, take_columns
-from hpc_train.planner.model.experts import exchange_seconds
+from hpc_train.planner.model.experts import exchange_seconds, expert_launch_seconds
 from hpc_train.planner.model.jobs import FSDP, FULL, Column, Jobs, choose
 from hpc_train.planner.model.layer import LayerWork, attention_score_width, layer_work
 from hpc_train.planner.model.network import all_reduce_seconds, all_to_all_seconds, make_rank_group, send_seconds
@@ -77,6 +77,7 @@ def _time_layer(jobs: Jobs, constants: Constants, work: LayerWork) -> LayerTime:
     once, back = work.forward, work.backward + work.recomputation
     forward, backward = np.maximum(once, copy), np.maximum(back, copy)
     tensor_forward, tensor_backward = _tensor_seconds(jobs, constants)
+    waits = expert_launch_seconds(jobs, constants) if jobs.has_experts else np.zeros(())
     # The host launches kernels ahead of the device, which waits only if launching takes longer than computing.
     return LayerTime(
         forward=forward,
@@ -85,8 +86,8 @@ def _time_layer(jobs: Jobs, constants: Constants, work: LayerWork) -> LayerTime:
         tensor=tensor_forward + tensor_backward,
         context=_context_seconds(jobs, constants, work),
         experts=sum(exchange_seconds(jobs, constants), np.zeros(())) if jobs.has_experts else np.zeros(()),
-        launch_forward=np.maximum(work.launch_forward - forward - tensor_forward, 0),
-        launch_backward=np.maximum(work.launch_backward - backward - tensor_backward, 0),
+        launch_forward=np.maximum(work.launch_forward - forward - tensor_forward, 0) + waits,
+        launch_backward=np.maximum(work.launch_backward - backward - tensor_backward, 0) + 2 * waits,
     )
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from hpc_train.planner.constants import Constants, residual_factor
-from hpc_train.planner.model.jobs import FSDP, SCHEDULES, Column, Jobs, choose
+from hpc_train.planner.model.jobs import FSDP, MEGATRON, SCHEDULES, Column, Jobs, choose
 from hpc_train.planner.model.layer import LayerWork, attention_score_width
 from hpc_train.planner.model.layer_time import LayerTime, estimate_layer_time, get_pcie_bandwidth
 from hpc_train.planner.model.memory import Memory, estimate_memory
@@ -244,9 +244,16 @@ def _optimizer_seconds(jobs: Jobs, constants: Constants, layers: Column, ends: C
     update = update + choose(jobs.offload > 0, _HOST_UPDATE * copies, 0.0)
     if jobs.has_experts:  # micro-batches are added up for the experts that a rank has
         parameters = parameters - _count_rank_experts(jobs, layers) * (1 - 1 / jobs.ep)
-    added = parameters * (2 * jobs.gradient_bytes + jobs.activation_bytes) / jobs.memory_bandwidth
+    added = (2 * jobs.gradient_bytes + jobs.activation_bytes) / (jobs.memory_bandwidth * constants.memory_efficiency)
+    # Megatron-Core adds up in the product that computes a weight's gradient (gradient_accumulation_fusion), behind its
+    # arithmetic: a multiply-add of each token for each weight.
+    is_fused = (jobs.stack == MEGATRON) & (jobs.fused_elementwise > 0)
+    if np.any(is_fused):
+        tokens = jobs.micro_batch * jobs.sequence / jobs.cp
+        product = 2 * tokens / (jobs.peak_flops * jobs.gemm_ceiling * constants.gemm_efficiency)
+        added = choose(is_fused, np.maximum(added - product, 0), added)
     times = np.maximum(jobs.micro_batches - 1, 0) / choose(jobs.zero == 3, shards, 1.0)
-    return update, times * added / constants.memory_efficiency
+    return update, times * parameters * added
 
 
 def _checkpoint_seconds(jobs: Jobs) -> Column:
