@@ -120,8 +120,10 @@ def _print_score(where: str, score: CheckpointScore) -> None:
     checkpoint += ", average of the weights" if score.averaged else ""
     counts = f"{score.samples:,} {score.unit}, {score.result.targets:,} targets"
     print(f"{checkpoint}; {score.data} ({score.split}): {counts}")
-    for name, value in {"loss": score.result.loss, **score.result.metrics}.items():
-        print(f"{name:<12} {value:.6g}")
+    values = {"loss": score.result.loss, **score.result.metrics}
+    width = max(12, *map(len, values))
+    for name, value in values.items():
+        print(f"{name:<{width}} {value:.6g}")
 
 
 def _refuse_without_effect(args: argparse.Namespace) -> None:

@@ -157,9 +157,11 @@ def _open_model(where: str, base: str | None) -> tuple[OpenStep | None, RunConfi
     """Return the step of a run and its configuration; of a folder of transformers, a configuration that reads it."""
     if _is_model_folder(where):
         refuse_base_of_folder(where, base)
-        read_config_file(HfModelConfig(path=where))
+        longest = read_config_file(HfModelConfig(path=where)).max_positions
         plain = config_to_dict(compose(["model=hf", "model.path=.", "data=text"]))  # --data takes the place of text
         plain["model"] |= {"path": str(Path(where).expanduser()), "weights": "read"}
+        if longest is not None:  # the default is for models that are trained, and this one may be shorter
+            plain["train"]["sequence_length"] = min(plain["train"]["sequence_length"], longest)
         return None, config_from_dict(plain)
     refuse_partial_folder(where)
     step = open_one_step(where)

@@ -298,9 +298,11 @@ def _check_model_covers(model: ModelConfig, tokens: int, where: str) -> None:
     if of_model is None or of_model >= tokens:
         return
     if isinstance(model, HfModelConfig):
+        hint = "use the tokenizer of that folder for the data, or a model with more tokens"
+        if where == f"data.tokenizer={model.path}":  # tokens were added to the tokenizer alone
+            hint = f"save the model with as many in transformers: model.resize_token_embeddings({tokens})"
         raise UserError(
-            f"model.path={model.path}: its vocabulary of {of_model} is smaller than the {tokens} of {where}; use the "
-            "tokenizer of that folder for the data, or a model with more tokens"
+            f"model.path={model.path}: its vocabulary of {of_model} is smaller than the {tokens} of {where}; {hint}"
         )
     raise UserError(f"model.vocab_size={of_model}: smaller than the {tokens} of {where}; use model.vocab_size={tokens}")
 

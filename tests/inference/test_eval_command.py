@@ -283,6 +283,14 @@ def test_a_folder_has_the_loss_of_transformers(store: Path, gpt2: Path, capsys: 
     assert found["accuracy"] == accuracy
 
 
+def test_a_folder_is_measured_in_sequences_that_it_can_read(
+    store: Path, gpt2: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = evaluate(capsys, gpt2, "--data", store, "--batches", 1, "--batch", 1)
+    longest = json.loads((gpt2 / "config.json").read_text())["n_positions"]
+    assert (found["targets"] // found["sequences"], longest) == (64, 64)
+
+
 def save_chat_tokenizer(folder: Path) -> Any:
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # read once, when the library is imported
@@ -20,11 +21,12 @@ from hpc_train.checkpoint.convert.pretrained_weights import PretrainedWeights
 from hpc_train.config.compose import compose
 from hpc_train.config.model import HfModelConfig
 from hpc_train.errors import UserError
-from hpc_train.launch.freeze import check_run
+from hpc_train.launch.freeze import check_files, check_run
 from hpc_train.models.hf.build import build_hf_model
 from hpc_train.training.assemble import find_random_base_problem
 from hpc_train.training.factory import make_pretrained_model
 from hpc_train.training.rank import advise_learning_rate
+from hpc_train.training.run_directory import RunDirectory
 
 
 def _save_llama(folder: Path, **how: Any) -> Path:
@@ -97,6 +99,18 @@ def test_a_folder_without_a_config(tmp_path: Path) -> None:
 def test_a_config_that_cannot_be_trained(folder: Path, key: str, value: object, said: str) -> None:
     _edit(folder, lambda body: body.update({key: value}))
     assert said in refuse(folder)
+
+
+def test_a_tokenizer_with_more_tokens_than_its_own_model(folder: Path) -> None:
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{index}": index for index in range(260)}, "w0"))
+    model.save(str(folder / "tokenizer.json"))
+    (folder / "a.txt").write_text("w1 w2")
+    data = ("data=text", f"data.sources=[{folder / 'a.txt'}]", f"data.tokenizer={folder}", "data.end_of_document=w0")
+    with pytest.raises(UserError, match=r"smaller than the 260 of data.tokenizer=.*resize_token_embeddings\(260\)$"):
+        check_files(
+            compose(["model=hf", f"model.path={folder}", *data]),
+            RunDirectory(folder / "run", folder / "run" / "checkpoints"),
+        )
 
 
 def test_weights_that_do_not_fit(folder: Path) -> None:
