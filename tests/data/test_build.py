@@ -11,10 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from token_stores import build_store
 
 from hpc_train.config.model import TokenDataConfig
-from hpc_train.data.corpus.build import ensure_store
+from hpc_train.data.corpus.build import ensure_store, locate_store
 from hpc_train.data.corpus.documents import BATCH_BYTES, PIECE_BYTES, iterate_batches, plan_parts, read_pieces
 from hpc_train.data.corpus.sources import find_source_files
 from hpc_train.data.corpus.text_files import recognise_files
@@ -233,3 +234,22 @@ def test_processes_that_build_at_once_agree(tmp_path, corpus):
     assert len(paths) == 1
     assert [str(path) for path in (tmp_path / "cache").iterdir()] == list(paths)
     assert verify_store(TokenStore.open(paths.pop()))
+
+
+def test_a_store_in_the_cache_is_found_after_its_tokenizer_has_moved(tmp_path: Path) -> None:
+    words = {f"w{index}": index for index in range(4)}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "w0"))
+    (tmp_path / "old").mkdir()
+    model.save(str(tmp_path / "old" / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("w1")
+
+    def locate(folder: str) -> Path:
+        settings = {"sources": [str(tmp_path / "a.txt")], "tokenizer": str(tmp_path / folder)}
+        return locate_store(TokenDataConfig(name="t", end_of_document="w0", **settings))
+
+    before = locate("old")
+    (tmp_path / "old").rename(tmp_path / "new")
+    assert locate("new") == before
+    model.add_tokens(["more"])
+    model.save(str(tmp_path / "new" / "tokenizer.json"))
+    assert locate("new") != before

@@ -143,7 +143,10 @@ def _locate_cached_store(config: TokenDataConfig, recipe: StoreRecipe, files: Se
 
 
 def _hash_recipe(recipe: StoreRecipe, files: Sequence[SourceFile]) -> str:
-    content = [VERSION, asdict(recipe), [(str(file.path.absolute()), file.size, file.mtime_ns) for file in files]]
+    settings = asdict(recipe)
+    if recipe.tokenizer not in ("byte", "bpe"):
+        settings["tokenizer"] = "folder"  # which may move: its content says what it is
+    content = [VERSION, settings, [(str(file.path.absolute()), file.size, file.mtime_ns) for file in files]]
     if recipe.chat:
         content.append("with tools")  # a store of the same chats without them must not be taken for it
     if recipe.tokenizer not in ("byte", "bpe"):
