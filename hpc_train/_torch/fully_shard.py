@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -59,3 +59,24 @@ def move_shards(module: FSDPModule, move: Callable[[Tensor], Tensor]) -> None:
             assert isinstance(shard, DTensor)
             fsdp_param._sharded_param_data = flat
             set_local(shard, flat.as_strided(fsdp_param.sharded_size, fsdp_param.contiguous_sharded_stride))
+
+
+def iterate_shards(module: FSDPModule) -> Iterator[tuple[Any, list[nn.Module]]]:
+    """Yield each parameter that fully_shard holds for a module's own groups, with the modules that it belongs to."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for fsdp_param in group.fsdp_params:
+            info = fsdp_param._module_info
+            yield fsdp_param, [info.module, *info.shared_modules]
+
+
+def extend_gather(fsdp_param: Any, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """Have fully_shard call `before` on a shard to get what is gathered, and `after` to make a parameter of that.
+
+    The public form is a tensor subclass that has these two methods before fully_shard sees it, and that everything else
+    then has to know. Private because a plain shard gets them after it got its memory, which torch learns of first: it
+    would otherwise fill up an uneven shard later, in a new tensor without the methods.
+    """
+    fsdp_param.reset_sharded_param()
+    shard = fsdp_param.sharded_param._local_tensor
+    shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = before, after
+    fsdp_param._init_extensions()

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 
@@ -156,6 +157,14 @@ def storage_address(storage: torch.UntypedStorage) -> int:
     Private because the public data_ptr() is 0 for every tensor without memory.
     """
     return int(storage._cdata)
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Return whether a tensor only wraps others, which have its memory: a DTensor, or one in 8 bits with its scale.
+
+    Private because torch has no public test for it.
+    """
+    return bool(is_traceable_wrapper_subclass(tensor))
 
 
 def preload_torch() -> None:

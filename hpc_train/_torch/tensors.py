@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,14 @@ def interpolate_tensors(targets: list[Tensor], ends: list[Tensor], weight: float
     Private because torch has no public way to do it to many tensors with one kernel.
     """
     torch._foreach_lerp_(targets, ends, weight)
+
+
+def find_largest_magnitudes(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the largest magnitude in every tensor, as scalars.
+
+    Private because torch has no public way to do it to many tensors with one kernel.
+    """
+    return list(torch._foreach_norm(tensors, math.inf))
 
 
 def copy_tensor_lists(targets: list[Tensor], sources: list[Tensor]) -> None:

@@ -84,6 +84,9 @@ class PrecisionConfig:
     float8: str = config_field(default="none", choices=("none", "tensorwise", "rowwise", "rowwise_with_gw_hp"))
     """How linear layers of blocks compute in 8 bits: a scale for a tensor, for a row, or for a row with weight
     gradients in the format of `name`. Needs torchao. A CPU emulates the rounding."""
+    float8_gather: bool = False
+    """Whether fully_shard gathers the weights of these layers in 8 bits. Needs float8=tensorwise and a zero
+    strategy."""
 
 
 @config_dataclass

@@ -131,6 +131,10 @@ def prepare_part(
             say(line)
     if not _offloads_parameters(config):
         materialise_parameters(part, values, config.train.seed, world.device)
+        if config.precision.float8_gather:
+            from hpc_train.parallel.data_parallel.float8_gather import gather_in_8_bits
+
+            say(gather_in_8_bits(part))
         return
     from hpc_train.parallel.memory.parameter_offload import get_parameter_device, place_offloaded_parameters
 

@@ -1,8 +1,9 @@
 """Compute the linear layers of blocks in 8 bits, with torchao.
 
 The formats are those of Micikevicius et al. 2022, arXiv:2209.05433; the scales and recipes are torchao's (float8). The
-parameters keep their dtype: each product rounds its inputs again. So parameters, optimizer state, checkpoints and
-gathered tensors are the same as in a run without float8. Embedding, head, norms, routers and experts are not converted.
+parameters keep their dtype: each product rounds its inputs again. So parameters, optimizer state and checkpoints are
+the same as in a run without float8, and so is what fully_shard gathers, unless data_parallel/float8_gather.py rounds it
+first. Embedding, head, norms, routers and experts are not converted.
 
 A CPU has no 8-bit products. There torchao rounds to 8 bits and multiplies in the dtype of the layer, so that a layout
 can be proved equal to a single process without a GPU.
@@ -19,11 +20,10 @@ from torch import Tensor, nn
 from hpc_train.config.train import PrecisionConfig
 from hpc_train.errors import UserError
 from hpc_train.parallel.adapters import find_target_layers
+from hpc_train.parallel.materialise import is_rehearsal
 from hpc_train.parallel.user_model import name_model
 from hpc_train.quiet_imports import without_warnings
-
-_MULTIPLE = 16
-"""The products need inner and outer sizes that are multiples of this."""
+from hpc_train.traffic.weights import FLOAT8_MULTIPLE
 
 
 def convert_linear_layers(part: nn.Module, config: PrecisionConfig, device: torch.device) -> str:
@@ -38,19 +38,20 @@ def convert_linear_layers(part: nn.Module, config: PrecisionConfig, device: torc
     convertible = {
         name
         for name, layer in linear_layers.items()
-        if not (layer.in_features % _MULTIPLE or layer.out_features % _MULTIPLE)
+        if not (layer.in_features % FLOAT8_MULTIPLE or layer.out_features % FLOAT8_MULTIPLE)
     }
     if not convertible:
         raise UserError(
             f"precision.float8={config.float8}: none of the {len(linear_layers)} linear layers of {name_model(part)} "
-            f"has sizes that are multiples of {_MULTIPLE}; choose such a width, or precision=bf16"
+            f"has sizes that are multiples of {FLOAT8_MULTIPLE}; choose such a width, or precision=bf16"
         )
     recipe = torchao.Float8LinearConfig.from_recipe_name(config.float8)
-    emulates = device.type != "cuda"
+    on_gpu = device.type == "cuda"
+    emulates = not on_gpu and not is_rehearsal()  # a rehearsal counts the memory of a GPU's products
     torchao.convert_to_float8_training(
         part, config=replace(recipe, emulate=emulates), module_filter_fn=lambda _, name: name in convertible
     )
-    if emulates:
+    if not on_gpu:
         for name in convertible:
             part.get_submodule(name).register_forward_pre_hook(_cast_as_autocast_does)
     skipped_count = len(linear_layers) - len(convertible)

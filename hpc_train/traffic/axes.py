@@ -99,6 +99,8 @@ class ShardGroup:
     """Elements of one group on a tp rank, padded to equal shards; the mean if groups differ."""
     groups: int
     uses: ParameterUses
+    eight_bits: float = 0.0
+    """Those of `numbers` that are gathered in 8 bits."""
 
 
 def count_block_uses(strategy: str, reshard: bool, pp: int, micro_batches: int, split: int = 0) -> ParameterUses:
@@ -136,7 +138,8 @@ def list_fsdp_flows(
     for group in groups:
         if shard and group.numbers:
             gathered, scattered = group.groups * group.uses.gathers, group.groups * group.uses.reductions
-            flows.append(Flow(shard, "all_gather", group.numbers * compute, gathered, f"parameters of {group.what}"))
+            size = (group.numbers - group.eight_bits) * compute + group.eight_bits
+            flows.append(Flow(shard, "all_gather", size, gathered, f"parameters of {group.what}"))
             flows.append(Flow(shard, "reduce_scatter", group.numbers * reduce, scattered, f"gradients of {group.what}"))
         if replicate and group.numbers:
             # HSDP reduces over the copies only in the last micro-batch, and only this rank's shard.

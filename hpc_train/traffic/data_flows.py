@@ -18,6 +18,7 @@ from hpc_train.traffic.model_axes import EXPERT_SHARD_AXES
 from hpc_train.traffic.shaped_run import RankStages, ShapedRun, list_axes_in_use
 from hpc_train.traffic.sharding import uses_fully_shard
 from hpc_train.traffic.stages import StagePart, StepWork, compute_step_work
+from hpc_train.traffic.weights import Weight, has_float8_products
 from hpc_train.units import MIB
 
 
@@ -88,7 +89,21 @@ def _list_group_flows(degrees: Degrees, work: StepWork, groups: Sequence[ShardGr
 
 def _list_sharded_flows(run: ShapedRun, stages: RankStages) -> list[Flow]:
     groups = [group for part in stages for group in _list_shard_groups(run, part)]
-    return _list_group_flows(run.degrees, run.work, groups)
+    return _list_group_flows(run.degrees, run.work, groups) + _list_scale_flows(run, stages)
+
+
+def _list_scale_flows(run: ShapedRun, stages: RankStages) -> list[Flow]:
+    """Return the agreement on the largest magnitudes of the weights that are gathered in 8 bits, once a step."""
+    count = sum(len(_list_float8_weights(run, part)) for part in stages)
+    axes_in_use = list_axes_in_use(run.degrees, ("dp_shard", "cp"))
+    return [Flow(axes_in_use, "all_reduce", count * run.work.stored, 1, "scales of weights")] if count else []
+
+
+def _list_float8_weights(run: ShapedRun, part: StagePart) -> list[Weight]:
+    """List the weights of a stage that are gathered in 8 bits."""
+    if not run.config.precision.float8_gather:
+        return []
+    return [weight for weight in run.list_block_weights(part) if has_float8_products(weight)]
 
 
 def _list_shard_groups(run: ShapedRun, part: StagePart) -> list[ShardGroup]:
@@ -104,9 +119,13 @@ def _list_shard_groups(run: ShapedRun, part: StagePart) -> list[ShardGroup]:
         # The blocks of a model with dense layers before those of experts are counted as if they were equal.
         mean = blocks / part.blocks
         count = count_fsdp_groups(mean * work.stored, part.blocks, ends * work.stored, parallel.bucket_mib)
+    narrow = run.count_elements(_list_float8_weights(run, part))
     if count == 0:
-        return [ShardGroup("all", blocks + ends, 1, end_uses)]
-    return [ShardGroup("blocks", blocks / count, count, block_uses), ShardGroup("the ends", ends, 1, end_uses)]
+        return [ShardGroup("all", blocks + ends, 1, end_uses, narrow)]
+    return [
+        ShardGroup("blocks", blocks / count, count, block_uses, narrow / count),
+        ShardGroup("the ends", ends, 1, end_uses),
+    ]
 
 
 def _list_expert_weight_flows(run: ShapedRun, stages: RankStages) -> list[Flow]:

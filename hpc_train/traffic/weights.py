@@ -41,6 +41,17 @@ class Weight:
         return math.prod(self.shape)
 
 
+FLOAT8_MULTIPLE = 16
+"""Products of 8 bits need inner and outer sizes that are multiples of this."""
+
+
+def has_float8_products(weight: Weight) -> bool:
+    """Whether a weight of a block is that of a linear layer that precision.float8 converts."""
+    # Of the matrices, only routers are copied over tp: they keep their format, as do stacks of experts.
+    is_linear = len(weight.shape) == 2 and weight.split != "copied"
+    return is_linear and all(size % FLOAT8_MULTIPLE == 0 for size in weight.shape)
+
+
 @dataclass(frozen=True)
 class Weights:
     """The parameters of a model, in the model's order."""

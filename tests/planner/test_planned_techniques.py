@@ -36,6 +36,12 @@ def test_products_in_8_bits_are_faster_and_less_so_with_a_scale_for_each_row() -
     assert float(rows.time.spread) > float(wide.time.spread)
 
 
+def test_weights_gathered_in_8_bits_are_faster_where_the_network_is_slow() -> None:
+    words = ("precision=bf16", "precision.float8=tensorwise", "cluster.node.gpu_link_gb_s=10")
+    wide, narrow = estimate(*words), estimate(*words, "precision.float8_gather=true")
+    assert float(narrow.time.data) < 0.8 * float(wide.time.data)
+
+
 def test_experts_are_not_planned_compiled() -> None:
     with pytest.raises(UserError, match="has experts, whose numbers of tokens are known only as they run"):
         asked("cluster=dgx_h100", "cluster.nodes=1", "model=llama_moe_tiny", "parallel.compile=true")
@@ -46,7 +52,14 @@ def test_a_card_without_8_bits_is_refused() -> None:
         jobs_from_config(run("cluster=dgx_a100", "model=llama_1b", "precision=fp8", "train.global_batch=8"), 8)
 
 
-@pytest.mark.parametrize("more", [("precision=fp8",), ("precision=bf16", "adapter.kind=lora")], ids=["fp8", "lora"])
+GATHER = ("precision=fp8", "precision.float8=tensorwise", "precision.float8_gather=true")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [("precision=fp8",), GATHER, ("precision=bf16", "adapter.kind=lora")],
+    ids=["fp8", "gather", "lora"],
+)
 def test_candidates_are_accepted(more: tuple[str, ...]) -> None:
     plan = asked(*RUN, "parallel.cp=1", *more, top=5)
     assert plan.best is not None
@@ -81,6 +94,24 @@ SMALL = (
     "model.kv_heads=4", "model.feed_forward=4096", "model.vocab_size=16384", "adapter.kind=lora",
     "parallel.strategy=zero3",
 )  # fmt: skip
+
+
+def test_memory_of_products_in_8_bits_is_what_a_rehearsal_counts() -> None:
+    words = (
+        "cluster=dgx_h100", "cluster.nodes=1", "precision=bf16", "precision.float8=tensorwise", "model=llama_125m",
+        "model.layers=3", "model.hidden=2048", "model.heads=16", "model.feed_forward=8192", "model.vocab_size=1024",
+        "train.sequence_length=512", "train.micro_batch=2", "train.global_batch=32", "parallel.strategy=zero3",
+    )  # fmt: skip
+    counted, planned = [], []
+    for more in ((), ("precision.float8_gather=true",)):
+        rehearsal = rehearse_run(run(*words, *more), 8, "0", 1)
+        assert rehearsal.ranks[0].counted.peak is not None
+        counted.append(rehearsal.ranks[0].counted.peak)
+        planned.append(sum(rehearsal.planned[0].values()))
+        assert planned[-1] == pytest.approx(counted[-1], rel=0.1)
+    saved = 2 * (4 * 2048**2 + 3 * 2048 * 8192)
+    assert planned[0] - planned[1] == pytest.approx(saved, rel=0.01), "a byte of each weight of two gathered blocks"
+    assert counted[0] - counted[1] >= saved
 
 
 def test_memory_with_adapters_is_what_a_rehearsal_counts() -> None:

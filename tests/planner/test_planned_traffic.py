@@ -20,7 +20,9 @@ from hpc_train.planner.model.jobs import Jobs
 from hpc_train.planner.model.layer_time import ulysses_bytes
 from hpc_train.traffic.flows import compute_flows
 
-_SMALL = {"number of targets", "loss", "loss and gradient norm", "largest logits", "sums of the loss"}
+_SMALL = {
+    "number of targets", "loss", "loss and gradient norm", "largest logits", "sums of the loss", "scales of weights",
+}  # fmt: skip
 """Flows of a few bytes per token or less."""
 
 
@@ -78,6 +80,22 @@ def test_bytes_of_the_data_axes(
     reduced = sum(size for (axes_, kind), size in told.items() if kind == "all_reduce" and "dp_replicate" in axes_)
     if reduced:
         assert float(volume.reduced) == pytest.approx(reduced, rel=0.02)
+
+
+def test_bytes_of_weights_that_are_gathered_in_8_bits() -> None:
+    words = (
+        "model=llama_8b", "cluster=dgx_h100", "cluster.nodes=1", "precision=bf16", "precision.float8=tensorwise",
+        "parallel=fsdp", "train.global_batch=32", "train.micro_batch=2", "train.sequence_length=512",
+    )  # fmt: skip
+    gathered = []
+    for more in ((), ("precision.float8_gather=true",)):
+        config = run(*words, *more)
+        jobs = jobs_from_config(config, 8)
+        gathered.append(float(network.data_volume(jobs, *held(jobs)).gathered))
+        assert gathered[-1] == pytest.approx(moved(config, 8)[("dp_shard",), "all_gather"], rel=0.001)
+    layers, ends = held(jobs)
+    halved = float((layers + 2 * ends / 2) / (2 * layers + 2 * ends / 2))  # the ends once for two gathers of a layer
+    assert gathered[1] / gathered[0] == pytest.approx(halved, rel=1e-6)
 
 
 @pytest.mark.parametrize("sequence", [True, False])

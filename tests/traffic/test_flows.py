@@ -20,6 +20,7 @@ from hpc_train.traffic.flows import compute_flows
 TP, CP, PP = ("parallel=tp",), ("parallel=cp",), ("parallel=pp",)
 HYBRID = ("parallel=hsdp", "parallel.dp_replicate=2", "parallel.dp_shard=2")
 LOOSE = ("parallel.sync.every=1", "train.steps=4")
+FLOAT8 = ("precision.float8=tensorwise", "precision.float8_gather=true")
 FULL, ULYSSES = "parallel.recompute.mode=full", "parallel.context.method=ulysses"
 ZERO1, ZERO3 = "parallel.strategy=zero1", "parallel.strategy=zero3"
 LAYOUTS = {
@@ -30,6 +31,14 @@ LAYOUTS = {
     "zero3-bf16": Layout(2, ("parallel=fsdp", "precision=bf16")),
     "zero3-gpt2-short-last": Layout(2, ("parallel=fsdp", "train.micro_batch=3"), GPT2),
     "zero3-vit": Layout(2, ("parallel=fsdp",), VIT),
+    "zero3-8-bits": Layout(2, ("parallel=fsdp", "precision=bf16", *FLOAT8)),
+    "zero1-8-bits-vit": Layout(2, ("parallel=zero1", *FLOAT8), VIT),
+    "zero2-groups-8-bits": Layout(2, ("parallel=zero2", "parallel.bucket_mib=0.07", *FLOAT8)),
+    "ep-8-bits": Layout(4, (ZERO3, "parallel.ep=2", "precision=bf16", *FLOAT8), EXPERTS),
+    "pp-hsdp-8-bits-latent": Layout(
+        8, (*HYBRID, "parallel.pp=2", "train.micro_batch=2", "precision=bf16", *FLOAT8), LATENT
+    ),
+    "cp-8-bits": Layout(4, (*CP, ZERO3, "parallel.dp_shard=2", "precision=bf16", *FLOAT8)),
     "hsdp": Layout(4, HYBRID),
     "loose-ddp": Layout(2, ("parallel=ddp", *LOOSE)),
     "loose-zero3": Layout(4, (*HYBRID, *LOOSE)),
@@ -105,7 +114,7 @@ LAYOUTS = {
 
 
 DRAWN = (
-    "ddp", "zero1-groups", "zero2-accumulated", "zero3-gpt2-short-last", "hsdp",
+    "ddp", "zero1-groups", "zero2-accumulated", "zero3-gpt2-short-last", "zero3-8-bits", "hsdp",
     "tp-asynchronous-recomputed", "cp-ring-bf16", "cp-ulysses", "pp-gpt2-tied", "pp-interleaved",
     "pp-zero3-dualpipev", "3d", "ddp-experts", "ep-of-4-zero1-recomputed", "ep-tp",
     "latent-tp-recomputed", "cp-ring-windows",

@@ -99,6 +99,10 @@ class PipelineEngine(UpdatingEngine):
         self._pipeline, self._infer_output, self._updates, self._ties = pipeline, infer_output, updates, ties
         self._config, self._world, self._at_end = config, world, at_end
         self._metrics = load_metrics(config.train)
+        if config.precision.float8_gather:
+            from hpc_train.parallel.data_parallel.float8_gather import WeightScales
+
+            self._weight_scales = WeightScales(self.parts)
         self._first = 0 in pipeline.parts
         last = len(pipeline.ranks) - 1
         self._last = last in pipeline.parts
@@ -114,6 +118,7 @@ class PipelineEngine(UpdatingEngine):
         def get_scale() -> float:
             return self._updates.loss_scale * count_averaged_ranks(self._world) / max(wait_for_totals().tokens, 1)
 
+        self._scale_weights()
         self._loss.begin(get_scale)
         if self._balance is not None:
             self._balance.begin_step(get_scale)
@@ -137,6 +142,7 @@ class PipelineEngine(UpdatingEngine):
         self._loss.begin(lambda: 1.0)
         measured = self._loss.measured = EvaluationSums(self._metrics, self._world.device)
         with self._use_evaluation_weights(), evaluation_mode(self.parts):
+            self._scale_weights()
             schedule, inputs, target = self._prepare(batch, training=False)
             schedule.eval(*inputs, target=target, return_outputs=False)
         self._loss.measured = None

@@ -94,6 +94,10 @@ class PlainEngine(UpdatingEngine):
         self._warmup_backwards = wrapped.warmup_backwards
         self._masks = StepMasks([model], config, world)
         self._metrics = load_metrics(config.train)
+        if config.precision.float8_gather:
+            from hpc_train.parallel.data_parallel.float8_gather import WeightScales
+
+            self._weight_scales = WeightScales(self.parts)
         self._output_checked = False
         if has_routers([model]):
             from hpc_train.parallel.expert.balance import ExpertBalance, list_routers
@@ -102,6 +106,7 @@ class PlainEngine(UpdatingEngine):
 
     def forward_backward(self, batch: StepBatch) -> Sums:
         """Accumulate the gradient of one step; see interfaces.Engine."""
+        self._scale_weights()
         self._warm_up(batch.micro[0])
         totals = StepTotals.start(batch, self._world)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._world.device)
@@ -140,6 +145,7 @@ class PlainEngine(UpdatingEngine):
         totals = StepTotals.start(batch, self._world)
         measured = EvaluationSums(self._metrics, self._world.device)
         with self._use_evaluation_weights(), self._evaluation_mode():
+            self._scale_weights()
             for micro in batch.micro:
                 self._compute_loss(micro, measured)
         if (reduction := start_loss_sum(measured.values, self._world)) is not None:

@@ -12,6 +12,7 @@ from hpc_train.interfaces import TensorShard
 from hpc_train.parallel.optimizer_step import GradientUpdate, OptimizerUpdates
 
 if TYPE_CHECKING:
+    from hpc_train.parallel.data_parallel.float8_gather import WeightScales
     from hpc_train.parallel.expert.balance import ExpertBalance
 
 
@@ -26,6 +27,8 @@ class UpdatingEngine:
     _updates: GradientUpdate
     _balance: ExpertBalance | None = None
     """Set where the model has mixtures of experts."""
+    _weight_scales: WeightScales | None = None
+    """Set where weights are gathered in 8 bits."""
 
     def clip(self, max_norm: float | None) -> Tensor:
         """Clip the gradient and return its norm before that. An asynchronous worker clips its own."""
@@ -37,6 +40,11 @@ class UpdatingEngine:
         if updated and self._balance is not None:
             self._balance.move_biases()
         return updated
+
+    def _scale_weights(self) -> None:
+        """Find the scales of weights that are gathered in 8 bits; before the first forward with new weights."""
+        if self._weight_scales is not None:
+            self._weight_scales.update()
 
     def _use_evaluation_weights(self) -> AbstractContextManager[None]:
         """Evaluate with the average of the weights, where one is kept; servers keep none."""

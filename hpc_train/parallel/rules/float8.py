@@ -10,6 +10,8 @@ from hpc_train.errors import UserError
 def check_float8_rules(config: RunConfig, degrees: Degrees) -> None:
     """Raise UserError for what products in 8 bits cannot be combined with."""
     precision, parallel = config.precision, config.parallel
+    if precision.float8_gather:
+        _check_gather(config, degrees)
     if precision.float8 == "none":
         return
     option = f"precision.float8={precision.float8}"
@@ -26,3 +28,26 @@ def check_float8_rules(config: RunConfig, degrees: Degrees) -> None:
         raise UserError(f"{option}: adapter={config.adapter.kind} changes the same layers; use precision=bf16")
     if parallel.server.mode != "none":
         raise UserError(f"{option}: is not combined with parameter servers; use parallel=ddp or parallel=fsdp")
+
+
+_GATHER = "precision.float8_gather=true"
+
+
+def _check_gather(config: RunConfig, degrees: Degrees) -> None:
+    """Raise UserError where no weight can be gathered in 8 bits."""
+    parallel, recipe = config.parallel, config.precision.float8
+    if recipe != "tensorwise":
+        raise UserError(
+            f"{_GATHER}: needs one scale for a whole weight, and precision.float8={recipe} "
+            f"{'computes nothing in 8 bits' if recipe == 'none' else 'has one for each row'}; use "
+            "precision.float8=tensorwise"
+        )
+    if parallel.strategy == "ddp":
+        raise UserError(f"{_GATHER}: ddp gathers nothing; use parallel=zero1, zero2 or fsdp")
+    if degrees.dp_shard * degrees.cp == 1:
+        raise UserError(f"{_GATHER}: has no effect with dp_shard 1; leave it out, or use more ranks")
+    if parallel.offload.parameters != "none":
+        raise UserError(
+            f"{_GATHER}: is not combined with parallel.offload.parameters={parallel.offload.parameters}, whose shards "
+            "are gathered from the host; leave one of them out, or use parallel.offload.optimizer"
+        )

@@ -359,6 +359,14 @@ _PRECISION = (
         needs="not tp, adapters, fp16, parameter servers; torchao",
         proof="tests/parallel/test_float8.py",
     ),
+    Technique(
+        name="weights gathered in 8 bits",
+        option="parallel=fsdp precision=fp8 precision.float8=tensorwise precision.float8_gather=true",
+        done_by="torchao's cast of each shard in fully_shard's extension; our own scales",
+        numbers=INEXACT + "8 bits; cp=1: the same in every layout of the same micro-batches",
+        needs="a zero strategy; not rowwise, no offload of parameters",
+        proof="tests/parallel/test_float8_gather.py",
+    ),
 )
 
 _RANDOMNESS_AND_STATISTICS = (

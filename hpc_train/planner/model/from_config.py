@@ -90,7 +90,8 @@ def _make_float8_columns(config: RunConfig) -> dict[str, float]:
             f"precision.float8={recipe}: cluster={config.cluster.name} has no products in 8 bits"
             f"{f' ({gpu.name})' if gpu.name else ''}; use precision=bf16, or give cluster.gpu.peak_tflops.fp8"
         )
-    return {"peak_flops": peak, "float8": FLOAT8_RECIPES.index(recipe)}
+    gather = float(config.precision.float8_gather)
+    return {"peak_flops": peak, "float8": FLOAT8_RECIPES.index(recipe), "float8_gather": gather}
 
 
 def _count_adapter_weights(config: RunConfig) -> float:

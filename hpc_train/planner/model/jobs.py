@@ -214,6 +214,8 @@ class Jobs:
     """Width of a value."""
     float8: Column = field(default_factory=_zero)
     """Index into FLOAT8_RECIPES. Products in 8 bits run at peak_flops; this says what scaling costs besides."""
+    float8_gather: Column = field(default_factory=_zero)
+    """1: fully_shard gathers the weights of linear layers in 8 bits (precision.float8_gather)."""
     reduce_once: Column = field(default_factory=_zero)
     """1: with zero 3, gradients are reduced after the last micro-batch only, and stay whole until then. Published runs
     with set_requires_gradient_sync(False); hpc_train reduces those of each micro-batch."""
@@ -347,6 +349,11 @@ class Jobs:
             choose(self.key_rank > 0, self.narrow_parameters, 0.0) + self.sparse_share * self.hidden * self.experts
         )
         return (weights - keys - unsplit) / self.tp + keys / choose(copies_keys, 1.0, self.tp) + unsplit
+
+    @property
+    def gathered_bytes(self) -> Column:
+        """Bytes per element of a layer's weights, without routed experts, as they are gathered."""
+        return choose(self.float8_gather > 0, 1.0, self.activation_bytes)
 
     @property
     def expert_tp(self) -> Column:

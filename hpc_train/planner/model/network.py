@@ -195,7 +195,7 @@ def data_volume(jobs: Jobs, layers: Column, ends: Column, uses: DataUses | None 
     """Return the bytes of a step. layers, ends: parameters of a rank in layers, and in embedding and head."""
     uses = uses or count_uses(jobs)
     sharded = (jobs.zero > 0) & (jobs.dp_shard * jobs.cp > 1)
-    gathered = (layers * uses.gathers + ends * uses.end_gathers) * jobs.activation_bytes
+    gathered = layers * uses.gathers * jobs.gathered_bytes + ends * uses.end_gathers * jobs.activation_bytes
     trained = layers + ends
     if jobs.has_adapters:  # frozen weights are gathered and have no gradients
         trained = choose(jobs.adapter_weights > 0, layers * jobs.trained_share, trained)
@@ -267,8 +267,8 @@ def _time_data_collectives(
 
 
 def _replace_expert_shards(jobs: Jobs) -> Jobs:
-    """Return the jobs as the collectives of experts see them: with fewer ranks to shard over."""
-    return replace_columns(jobs, dp_shard=jobs.dp_shard / jobs.ep)
+    """Return the jobs as the collectives of experts see them: with fewer ranks to shard over, and never in 8 bits."""
+    return replace_columns(jobs, dp_shard=jobs.dp_shard / jobs.ep, float8_gather=0.0)
 
 
 def _count_calls(jobs: Jobs) -> Column:

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from hpc_train._torch.rehearsal import is_in_backward, storage_address, tensors_in
+from hpc_train._torch.rehearsal import is_in_backward, is_wrapper, storage_address, tensors_in
 
 MEMORY_KINDS = ("parameters", "optimizer", "gradients", "gathered", "host", "forward", "backward", "other")
 """What memory is used for.
@@ -64,8 +63,8 @@ class MemoryLedger:
     def record(self, out: Any, given: Sequence[Tensor]) -> None:
         """Record the memory of an operator's result, unless it is that of one of its arguments (a view or in-place)."""
         for tensor in tensors_in(out):
-            if isinstance(tensor, DTensor) or tensor.device.type == "meta":
-                continue  # what a DTensor holds has an entry of its own
+            if is_wrapper(tensor) or tensor.device.type == "meta":
+                continue  # what a DTensor or a tensor in 8 bits holds has an entry of its own
             storage = tensor.untyped_storage()
             key = storage_address(storage)
             if key not in self._memory and all(key != storage_address(tensor.untyped_storage()) for tensor in given):

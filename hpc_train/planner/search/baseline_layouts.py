@@ -62,6 +62,7 @@ def baseline_kinds(space: SearchSpace, per_node: int) -> list[BaselineKind]:
     if shape.global_batch % world:
         batch = f"a batch of {shape.global_batch:,} does not divide over {world:,} data-parallel ranks"
     ddp = None if shape.ddp_reduces else "DistributedDataParallel cannot reduce in precision.reduce"
+    ddp = "it has nothing to gather in 8 bits" if shape.float8_gather else ddp
     kinds = [
         BaselineKind("plain dp", {"ep": (1.0,), **_DATA_PARALLEL, "zero": (0.0,), "dp_shard": (1.0,)}, batch or ddp),
         BaselineKind("FSDP", {**_DATA_PARALLEL, "zero": (3.0,), "dp_shard": (float(world),)}, batch),

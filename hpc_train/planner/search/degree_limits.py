@@ -49,6 +49,8 @@ class DegreeLimits:
     """Whether tp may split positions between layers: not in models of transformers, whose hidden states are whole."""
     adapter: bool = False
     """Only adapters are trained, which excludes asynchronous tp and ep."""
+    float8_gather: bool = False
+    """Weights are gathered in 8 bits, which needs a zero strategy and parameters on the device."""
 
 
 def find_degree_limits(config: RunConfig, global_batch: int | None = None) -> DegreeLimits:
@@ -82,6 +84,7 @@ def find_degree_limits(config: RunConfig, global_batch: int | None = None) -> De
         blocks=_count_split_blocks(config),
         positions=not isinstance(model, CountedTransformer),
         adapter=config.adapter.kind != "none",
+        float8_gather=config.precision.float8_gather,
     )
 
 

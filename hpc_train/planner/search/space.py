@@ -90,7 +90,7 @@ def _zero_choices(space: SearchSpace, replicate: int, shard: int, cp: int, shard
     """Yield the allowed (zero, reshard). sharded: fully_shard is used with any strategy. cp counts as sharding."""
     fixed = space.fixed
     # 0 is ddp. It cannot shard, and DistributedDataParallel reduces in the parameters' own format only.
-    possible = [0] if shard == 1 and (sharded or space.shape.ddp_reduces) else []
+    possible = [0] if shard == 1 and (sharded or space.shape.ddp_reduces) and not space.shape.float8_gather else []
     possible += [1, 2, 3] if shard * cp > 1 else []
     for zero in fixed.of("zero", possible):
         # Only zero 3 has a choice: zero 1 and 2 keep parameters gathered in any case.
@@ -341,7 +341,8 @@ def _techniques(space: SearchSpace, kind: _Kind) -> Techniques:
     ways = [
         (*pair, move) for move, pair in product(moved, pairs) if not (move and RECOMPUTE[int(pair[0])] == "selective")
     ]
-    places = range(len(OFFLOAD) - kind.exchanges) if kind.sharded else [0]  # ep keeps parameters on the device
+    stays = kind.exchanges or space.shape.float8_gather  # both keep parameters on the device
+    places = range(len(OFFLOAD) - stays) if kind.sharded else [0]
     offload = fixed.of("offload", places)
     table = np.array([(*way, place) for place, way in product(offload, ways)], np.float64).reshape(-1, 4).T
     share = np.ceil(kind.blocks / table[1]) / kind.blocks

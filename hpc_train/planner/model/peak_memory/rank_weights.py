@@ -172,10 +172,13 @@ def count_gathered(jobs: Jobs, weights: RankWeights) -> GatheredParameters:
     frees = ~keeps & (jobs.reshard > 0)  # a block's parameters after each use
     # ddp gathers nothing, but autocast keeps 16-bit copies of the parameters.
     cast = weights.total * choose(jobs.weight_bytes > jobs.activation_bytes, jobs.activation_bytes, 0.0)
+    # Of a block's weights, all but those of routed experts may be gathered in 8 bits.
+    narrower = jobs.activation_bytes - jobs.gathered_bytes
+    block_bytes = jobs.activation_bytes - narrower * (1 - weights.experts / weights.block)
 
     def convert(elements: Column) -> Column:
         """Return the bytes if `elements` of blocks are gathered; those of the ends always are."""
-        gathered = choose(keeps, weights.total, weights.ends + elements) * jobs.activation_bytes
+        gathered = weights.ends * jobs.activation_bytes + choose(keeps, weights.blocks, elements) * block_bytes
         return choose(jobs.zero >= 1, gathered, cast)
 
     layers = count_largest_stage(weights.stages)
