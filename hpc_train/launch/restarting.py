@@ -169,7 +169,8 @@ def _read_reason_of_ranks(fault: Fault, latest: Mapping[str, Mapping[str, Any]])
         hosts = latest["disagree"]["hosts"]
         return Fault(Cause.DISAGREE, str(hosts[0]) if len(hosts) == 1 else "", str(latest["disagree"]["why"]))
     if fault.cause is Cause.INCOMPLETE and "slow_node" in latest:
-        return Fault(Cause.SLOW_NODE, str(latest["slow_node"]["hosts"][0]), str(latest["slow_node"]["why"]))
+        hosts = latest["slow_node"]["hosts"]
+        return Fault(Cause.SLOW_NODE, str(hosts[0]) if hosts else "", str(latest["slow_node"]["why"]))
     return Fault(Cause.STOPPED) if fault.cause is Cause.REFUSED and "signal" in latest else fault
 
 

@@ -253,7 +253,7 @@ def _is_torch_adamw(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is torch's AdamW, of which it is known what a step with a gradient of 0 changes."""
     if not isinstance(optimizer, torch.optim.AdamW) or type(optimizer) is torch.optim.AdamW:
         return type(optimizer) is torch.optim.AdamW
-    from hpc_train.parallel.optimizers.sharded_adamw import ShardedAdamW  # most runs have no DTensors
+    from hpc_train.parallel.optimizers.sharded import ShardedAdamW  # most runs have no DTensors
 
     return type(optimizer) is ShardedAdamW
 

@@ -56,7 +56,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig, world: World | None = 
         from hpc_train.parallel.optimizers.schedule_free import ScheduleFreeAdamW
 
         betas = (config.betas[0], config.betas[1])
-        return ScheduleFreeAdamW(make_groups(trained, config), lr=config.lr, betas=betas, eps=config.eps)
+        return ScheduleFreeAdamW(make_groups(trained, config, by_mesh=True), lr=config.lr, betas=betas, eps=config.eps)
     if config.state == "8bit":
         return _make_quantized_adamw(trained, config, world)
     return _make_adamw(trained, config)
@@ -74,12 +74,12 @@ def _make_adamw(trained: Sequence[TrainedParameter], config: OptimConfig) -> tor
             eps=config.eps,
         )
     optimizer_class: type[torch.optim.AdamW] = torch.optim.AdamW
-    if any(isinstance(parameter.value, DTensor) for parameter in trained):
-        from hpc_train.parallel.optimizers.sharded_adamw import ShardedAdamW
+    if _has_shards(trained):
+        from hpc_train.parallel.optimizers.sharded import ShardedAdamW
 
         optimizer_class = ShardedAdamW
     return optimizer_class(
-        make_groups(trained, config, by_mesh=False),
+        make_groups(trained, config),
         lr=config.lr,
         betas=(config.betas[0], config.betas[1]),
         eps=config.eps,
@@ -116,9 +116,7 @@ def _make_muon(trained: Sequence[TrainedParameter], config: OptimConfig, world: 
 
     assert world is not None, "Muon's ranks share its work"
     muon_parameters = select_for_muon(trained, config, world)
-    groups = make_groups(
-        [parameter for parameter in trained if parameter.value in muon_parameters], config, by_mesh=False
-    )
+    groups = make_groups([parameter for parameter in trained if parameter.value in muon_parameters], config)
     for group in groups:
         group["lr_factor"] *= config.muon.lr_scale
     muon = Muon(groups or [{"params": []}], config.lr, config.weight_decay, config.muon, world)
@@ -127,20 +125,22 @@ def _make_muon(trained: Sequence[TrainedParameter], config: OptimConfig, world: 
 
 
 def _make_sgd(trained: Sequence[TrainedParameter], config: OptimConfig) -> torch.optim.Optimizer:
-    implementation = config.implementation
-    if implementation == "auto" and any(isinstance(parameter.value, DTensor) for parameter in trained):
-        implementation = "foreach"  # DTensor knows no fused SGD
-    return torch.optim.SGD(
+    optimizer_class: type[torch.optim.SGD] = torch.optim.SGD
+    if _has_shards(trained):
+        from hpc_train.parallel.optimizers.sharded import ShardedSGD
+
+        optimizer_class = ShardedSGD
+    return optimizer_class(
         make_groups(trained, config),
         lr=config.lr,
         momentum=config.sgd.momentum,
         nesterov=config.sgd.nesterov,
-        **_choose_implementation(implementation, trained[0].value.device),
+        **_choose_implementation(config.implementation, trained[0].value.device),
     )
 
 
 def _make_adafactor(trained: Sequence[TrainedParameter], config: OptimConfig) -> torch.optim.Optimizer:
-    if any(isinstance(parameter.value, DTensor) for parameter in trained):
+    if _has_shards(trained):
         from hpc_train.parallel.optimizers.adafactor import ShardedAdafactor
 
         return ShardedAdafactor(make_groups(trained, config), config.lr, config.adafactor)
@@ -162,6 +162,10 @@ def _make_user_optimizer(trained: list[nn.Parameter], config: OptimConfig) -> to
             f"optim.name={config.name}: returned a {type(optimizer).__name__}; return a torch.optim.Optimizer"
         )
     return optimizer
+
+
+def _has_shards(trained: Sequence[TrainedParameter]) -> bool:
+    return any(isinstance(parameter.value, DTensor) for parameter in trained)
 
 
 def _choose_implementation(name: str, device: torch.device) -> dict[str, bool]:

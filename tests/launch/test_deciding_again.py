@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.config.compose import compose
-from hpc_train.errors import MissingRanksError
+from hpc_train.errors import IncompleteRun, MissingRanksError
 from hpc_train.launch import rank_entrypoint, restarting
 from hpc_train.launch.failures import SRUN_ERRORS
 from hpc_train.launch.job_spec import make_spec
@@ -18,6 +18,7 @@ from hpc_train.launch.restarting import Allocation, decide_after_failure
 from hpc_train.launch.slurm.request import make_request
 from hpc_train.launch.submit import default_to_slurm
 from hpc_train.resilience.exclusion import NODES, Strike, append_strike, read_doubtful, write_doubtful
+from hpc_train.resilience.restart import Action
 from hpc_train.runtime.stop_request import StopRequest
 from hpc_train.training.records.run_records import REQUEUE_MARKER, append_event, record_failure
 from hpc_train.training.run_directory import RunDirectory, locate_run_directory
@@ -49,6 +50,23 @@ def test_a_decision_that_is_made_twice_counts_once(tmp_path: Path, lost: tuple[s
         restarts = [event for event in lines(folder.events) if event["event"] == "restart"]
         assert [event["attempt"] for event in restarts] == list(range(attempt + 1))
         assert [strike["attempt"] for strike in lines(tmp_path / NODES)] == list(range(attempt + 1))
+
+
+@pytest.mark.parametrize("hosts", [[], ["node2"], ["node1", "node2"]])
+def test_copies_that_differ_send_a_run_back_whether_or_not_it_is_known_which_is_wrong(
+    tmp_path: Path, hosts: list[str]
+) -> None:
+    folder = RunDirectory(tmp_path, tmp_path / "checkpoints")
+    config = compose(default_to_slurm(["checkpoint.every=10"]))
+    folder.logs(0).mkdir(parents=True)
+    append_event(folder.events, "start", 0, step=0)
+    append_event(folder.events, "checkpoint", 0, step=10)
+    append_event(folder.events, "disagree", 0, step=12, why="copies are no longer equal", marked=[], hosts=hosts)
+    record_failure(folder.logs(0), 0, "node1", IncompleteRun("copies are no longer equal"), 1.0)
+    decision = decide_after_failure(config, folder, 0, 1, 0, Allocation(NODES_OF_THE_JOB, (), 2))
+    assert decision.action is Action.RESTART, decision.why
+    struck = lines(tmp_path / NODES) if (tmp_path / NODES).exists() else []
+    assert [line.get("host") for line in struck] == (hosts if len(hosts) == 1 else [])
 
 
 def test_a_node_that_is_lost_gets_one_strike_until_ranks_have_started_there_again(tmp_path: Path) -> None:

@@ -262,9 +262,10 @@ def test_events_of_another_form_are_passed_over(tmp_path: Path) -> None:
         {"event": "start", "time": 1.0, "attempt": 0, "step": 0},
         {"event": "slow_node", "time": 2.0, "attempt": 0, "hosts": ["node1"], "why": "twice as slow"},
         {"event": "restart", "time": 3, "attempt": 0},
+        {"event": "disagree", "time": 4, "attempt": 1, "hosts": [], "why": "of two copies nobody knows which is wrong"},
     ]
     odd: list[dict[str, Any]] = [{**whole[0], "step": step} for step in (None, "3", [3], 1e400, True)]
-    odd += [{**whole[1], "hosts": hosts} for hosts in ([], None, "node1")]
+    odd += [{**whole[1], "hosts": hosts} for hosts in (None, "node1")]
     odd += [{**whole[2], "attempt": attempt} for attempt in (None, "0", [0])]
     odd += [{**whole[2], "event": ["restart"]}, {**whole[2], "time": "3"}, {"event": "resume", "time": 1, "attempt": 1}]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in [*odd, *whole, *odd]))

@@ -31,13 +31,13 @@ BATCH_NORM = "data_parallel.batch_norm"
 """On several data-parallel ranks it warns of layers whose statistics depend on the layout."""
 USED = {
     ("ddp-2", ()): {"data_parallel.ddp", BATCH_NORM},
-    ("zero3-2", ()): {"data_parallel.fully_shard", "optimizers.sharded_adamw", BATCH_NORM},
+    ("zero3-2", ()): {"data_parallel.fully_shard", "optimizers.sharded", BATCH_NORM},
     ("zero3-2", ("parallel.recompute.mode=full", "parallel.offload.optimizer=cpu")): {
         "data_parallel.fully_shard",
         "memory.copy_stream",
         "memory.recompute",
         "memory.parameter_offload",
-        "optimizers.sharded_adamw",
+        "optimizers.sharded",
         BATCH_NORM,
     },
     ("ddp-2", ("parallel.dp_replicate=1", "parallel.cp=2", "parallel.context.method=ulysses")): {

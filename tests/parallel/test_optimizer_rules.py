@@ -50,7 +50,6 @@ REFUSED = (
     ("optim=schedule_free parallel=fsdp parallel.offload.optimizer=cpu", "not with parallel.offload.optimizer=cpu"),
     ("optim=schedule_free checkpoint.weights_every=5", "from which their average follows; use checkpoint.keep_every"),
     ("optim=schedule_free optim.state=bf16", "not with optim.name=schedule_free"),
-    ("optim=sgd parallel=fsdp optim.implementation=fused", "torch has no fused SGD over shards"),
     ("optim=sgd optim.sgd.nesterov=true optim.sgd.momentum=0", "optim.sgd.nesterov=true: needs momentum"),
     ("optim.muon.ns_steps=3", "optim.muon.ns_steps=3: has no effect with optim.name=adamw; set optim=muon"),
     ("optim.groups=[{match:'*',lr_scale:2}] parallel=server", "servers know no names"),

@@ -93,12 +93,12 @@ def select_for_muon(trained: Sequence[TrainedParameter], config: OptimConfig, wo
 
 
 def make_groups(
-    trained: Sequence[TrainedParameter], config: OptimConfig, *, by_mesh: bool = True
+    trained: Sequence[TrainedParameter], config: OptimConfig, *, by_mesh: bool = False
 ) -> list[dict[str, Any]]:
     """Return torch's parameter groups: `params`, `weight_decay` and `lr_factor`, those of matrices first.
 
-    by_mesh: separate the parameters of different meshes, because torch's fused kernels take DTensors of one mesh at a
-    time, and experts are on a mesh of their own.
+    by_mesh: separate the parameters of different meshes, for an optimizer that steps over lists of DTensors: torch's
+    kernels take those of one mesh at a time, and experts are on a mesh of their own.
     """
     groups: dict[tuple[bool, ParameterGroupKey, object], list[nn.Parameter]] = {}
     for parameter in trained:

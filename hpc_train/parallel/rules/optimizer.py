@@ -9,7 +9,6 @@ from hpc_train.config.run import RunConfig
 from hpc_train.config.train import OptimConfig
 from hpc_train.errors import UserError
 from hpc_train.traffic.moment_blocks import explain_cut_blocks, is_quantized, list_split_rows
-from hpc_train.traffic.sharding import uses_fully_shard
 
 _SETTINGS = {"muon": MuonConfig, "sgd": SgdConfig, "adafactor": AdafactorConfig}
 """The part of `optim` that belongs to one optimizer, by its name."""
@@ -24,8 +23,6 @@ def check_optimizer_rules(config: RunConfig, degrees: Degrees) -> None:
     _check_schedule_free(config)
     _check_rounded_state(config)
     _check_blocks(config, degrees)
-    if uses_fully_shard(config, degrees):
-        _check_shards(config)
 
 
 def _check_effect(config: RunConfig) -> None:
@@ -157,9 +154,3 @@ def _check_blocks(config: RunConfig, degrees: Degrees) -> None:
         part = shape[-1] // degrees.tp
         if is_quantized(shape, optim.block_size) and part % optim.block_size:
             raise UserError(explain_cut_blocks(name, part, optim.block_size))
-
-
-def _check_shards(config: RunConfig) -> None:
-    optim = config.optim
-    if optim.name == "sgd" and optim.implementation == "fused":
-        raise UserError("optim.implementation=fused: torch has no fused SGD over shards; use auto, foreach or for_loop")
