@@ -20,6 +20,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import World
 from hpc_train.report.efficiency import measure_blocked, measure_work, split_step
 from hpc_train.report.step_table import StepTable, read_step_table
+from hpc_train.resilience.heartbeat import Heartbeat, Phase
 from hpc_train.runtime.stop_request import StopRequest
 from hpc_train.step_clock import HostClock, StepPart
 from hpc_train.testing import run_ranks
@@ -103,6 +104,7 @@ def _rank(world: World, config: RunConfig, directory: RunDirectory, attempt: int
     engine = make_engine(config, world, make_model(config))
     run = assemble_run(config, world, directory, attempt, StopRequest(), open_data(config, world), engine)
     if record:
+        _lose_the_processor_before(run.observers.heartbeat)
         file = directory.step_records(attempt, 0)
         run.observers.recorder = StepRecorder(engine, world, run.observers.heartbeat, file, False)
         assert dist.Work.wait is not wait
@@ -116,6 +118,17 @@ def _rank(world: World, config: RunConfig, directory: RunDirectory, attempt: int
     run_training(run)
     run.close()
     assert dist.Work.wait is wait
+
+
+def _lose_the_processor_before(heartbeat: Heartbeat) -> None:
+    """Let some milliseconds pass before each read of the phases, as on a busy machine."""
+    read_seconds = heartbeat.seconds
+
+    def read_later() -> dict[Phase, float]:
+        time.sleep(0.005)
+        return read_seconds()
+
+    heartbeat.seconds = read_later  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("layout", draw(["ddp", "fsdp", "tp"], ("ddp", "tp")))

@@ -40,7 +40,8 @@ class _Reading(NamedTuple):
     time: float
     """time.time()."""
     clock: float
-    """time.perf_counter()."""
+    """Seconds in all phases so far. Not a clock of its own: if this process lost its processor between two reads, the
+    phases of a step would add up to more than the step."""
     processor: float
     """Seconds of processor time, all threads."""
     phases: dict[Phase, float]
@@ -113,7 +114,8 @@ class StepRecorder:
     def _read(self) -> _Reading:
         """Read the clocks and counters of this process."""
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
-        return _Reading(time.time(), time.perf_counter(), time.process_time(), self._heartbeat.seconds(), faults)
+        phases = self._heartbeat.seconds()
+        return _Reading(time.time(), sum(phases.values()), time.process_time(), phases, faults)
 
     def _end_record(self, now: _Reading) -> None:
         """Complete the record of a step that ends at the reading `now`.
