@@ -145,10 +145,10 @@ class Constants:
     spread_pytorch: float = 0.15
     """Standard deviation for tensor parallelism of PyTorch's stacks."""
     spread_experts: float = 0.15
-    """The same for mixtures of experts: from the runs that were fitted to, each GPU's predicted by a fit to those of
-    the others."""
+    """Standard deviation for mixtures of experts, from the fitted runs: those of each GPU are predicted by a fit to all
+    others."""
     spread_float8: float = 0.2
-    """The same for products in 8 bits by torchao, of the rows of tests/planner/published_float8.csv."""
+    """Standard deviation for products in 8 bits by torchao, from the rows of tests/planner/published_float8.csv."""
     headroom_float8: float = 0.25
     """headroom of hpc_train with a scale for each row: such a run of torchtitan took 23 % more than in 16 bits
     (github.com/pytorch/torchtitan, commit 7a04053), which the model does not have."""

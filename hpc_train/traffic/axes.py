@@ -100,7 +100,7 @@ class ShardGroup:
     groups: int
     uses: ParameterUses
     eight_bits: float = 0.0
-    """Those of `numbers` that are gathered in 8 bits."""
+    """How many elements of `numbers` are gathered in 8 bits."""
 
 
 def count_block_uses(strategy: str, reshard: bool, pp: int, micro_batches: int, split: int = 0) -> ParameterUses:

@@ -153,7 +153,7 @@ def test_status_says_where_the_age_of_a_step_is_not_known(tmp_path: Path, monkey
 
 
 def test_a_file_of_tomorrow_is_no_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a run that another machine has started, a file shows whether it is alive."""
+    """A file shows whether a run that another machine has started is alive."""
     make_run(tmp_path, 5)
     facts = read_files(RunPoint("run", tmp_path))
     assert decide_state(facts).state is State.RUNNING

@@ -35,9 +35,9 @@ class _ConfigFormat:
     """How the config.json of one family of models is written and read."""
 
     encode: Callable[..., Json]
-    """Of our model config."""
+    """Takes our model config, and returns the content of config.json."""
     parse: Callable[..., ModelConfig]
-    """Of (content of config.json, name of the model)."""
+    """Takes (content of config.json, name of the model), and returns our model config."""
 
 
 _FORMATS = {

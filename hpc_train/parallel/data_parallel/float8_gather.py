@@ -34,7 +34,7 @@ class WeightCast:
         self.weight, self._products = layer.weight, layer.linear_mm_config
         self.float8: torch.dtype = layer.config.cast_config_weight.target_dtype
         self.scale: Tensor | None = None
-        """What a weight is multiplied by before it is rounded, a float32 scalar; set by WeightScales."""
+        """Factor on a weight before it is rounded, a float32 scalar; WeightScales sets it before each step."""
 
     def round_shard(
         self, mesh: DeviceMesh, size: torch.Size, stride: Sequence[int], module: nn.Module, policy: MixedPrecisionPolicy

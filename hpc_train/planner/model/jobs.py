@@ -30,9 +30,9 @@ parameters: also the parameters and their gradients."""
 FLOAT8_RECIPES = ("none", "tensorwise", "rowwise", "rowwise_with_gw_hp")
 """How products in 8 bits are scaled (precision.float8), coded by its index; none also where a source does not say."""
 CUDA_GRAPHS = ("none", "layers", "step")
-"""What CUDA graphs launch, not the host, coded by its index. layers: all of a layer but its routed experts, whose
-number of rows is not fixed. step: the whole step, with experts in buffers of fixed size and fused kernels
-(Megatron-Core's full_iteration with paged stash). hpc_train's own graphs are for models without experts."""
+"""Which kernels CUDA graphs launch instead of the host, coded by its index. layers: all of a layer but its routed
+experts, whose number of rows is not fixed. step: the whole step, with experts in buffers of fixed size and fused
+kernels (Megatron-Core's full_iteration with paged stash). hpc_train's own graphs are for models without experts."""
 GRAPHED_STEP = CUDA_GRAPHS.index("step")
 STACKS = ("megatron", "deepspeed", "fsdp", "hpc_train")
 """Training software (stack) that runs the job, coded by its index: formulas and some constants differ by stack."""

@@ -54,7 +54,7 @@ class LayerWork:
     launch_forward: Column
     """Time of the host to launch the kernels of one layer's forward."""
     launch_backward: Column
-    """The same of its backward, with recomputation."""
+    """Time of the host to launch the kernels of its backward and its recomputation."""
     recomputed_flops: Column
     """FLOPs of recomputing one layer, on all tp and cp ranks together."""
 
