@@ -20,8 +20,7 @@ from hpc_train.training.lost_copies import find_copy_group
 from hpc_train.training.numerics.rollback import ROLLBACKS, read_rollbacks
 from hpc_train.training.optimizer import find_learning_rate_problem
 from hpc_train.training.records.reporter import Reporter
-from hpc_train.training.records.run_records import find_last_saved_step
-from hpc_train.training.run_directory import RunDirectory
+from hpc_train.training.run_directory import RunDirectory, check_nothing_was_saved
 from hpc_train.training.saving import describe_code_change
 from hpc_train.training.training_run import TrainingRun
 
@@ -78,19 +77,6 @@ def assemble_run(
     for line in lines:
         run.reporter.say(line)
     return run
-
-
-def check_nothing_was_saved(directory: RunDirectory) -> None:
-    """Raise UserError if the run has saved: its checkpoints are gone, as where their file system is not mounted.
-
-    To start over would look like a success, and would drop what the run has recorded.
-    """
-    saved = find_last_saved_step(directory.events)
-    if saved is not None:
-        raise UserError(
-            f"{directory.checkpoints}: no checkpoint is there, and the run has saved step {saved}; mount its file "
-            "system, or bring them back; checkpoint.resume=never or `hpc-train resume --mode force` starts over"
-        )
 
 
 def _restore_run(run: TrainingRun, resumed: ResumedStep) -> list[str]:

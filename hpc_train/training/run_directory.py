@@ -18,7 +18,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.config.run_file import load_run_file
 from hpc_train.errors import UserError
 from hpc_train.regular_files import write_private_file
-from hpc_train.training.records.run_records import REQUEUE_MARKER, read_metrics
+from hpc_train.training.records.run_records import REQUEUE_MARKER, find_last_saved_step, read_metrics
 
 _MAY_DIFFER = re.compile(
     r"run_dir$|(cluster|parallel|launch|container|resilience|checkpoint|plan|loggers|profile)\.|train\.(steps|epochs|micro_batch"
@@ -123,8 +123,11 @@ def prepare_run_directory(directory: RunDirectory, config: RunConfig) -> None:
     """
     check_owner(directory.path)
     _check_is_run(directory)
-    if directory.config.exists() and directory.steps() and config.checkpoint.resume == "auto":
-        check_same_config(directory, config)
+    if config.checkpoint.resume == "auto":
+        if not directory.steps():
+            check_nothing_was_saved(directory)
+        elif directory.config.exists():
+            check_same_config(directory, config)
     if config.checkpoint.dir and config.checkpoint.every:
         _make_checkpoint_directory(directory, config)
     try:
@@ -136,6 +139,19 @@ def prepare_run_directory(directory: RunDirectory, config: RunConfig) -> None:
         raise UserError(
             f"run_dir={directory.path}: {error.strerror}; choose a directory that can be written"
         ) from error
+
+
+def check_nothing_was_saved(directory: RunDirectory) -> None:
+    """Raise UserError if the run has saved: its checkpoints are gone, as where their file system is not mounted.
+
+    To start over would look like a success, and would drop what the run has recorded.
+    """
+    saved = find_last_saved_step(directory.events)
+    if saved is not None:
+        raise UserError(
+            f"{directory.checkpoints}: no checkpoint is there, and the run has saved step {saved}; mount its file "
+            "system, or bring them back; checkpoint.resume=never or `hpc-train resume --mode force` starts over"
+        )
 
 
 def check_owner(path: Path) -> None:

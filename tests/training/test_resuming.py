@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from training_runs import assert_same_bits, metrics, run, small
 
-from hpc_train.errors import EXIT_DONE, EXIT_NO_REQUEUE, EXIT_REQUEUE
+from hpc_train.errors import EXIT_DONE, EXIT_NO_REQUEUE, EXIT_REQUEUE, UserError
 from hpc_train.testing import RankFailure
 
 COLUMNS = ("step", "loss", "grad_norm", "lr", "tokens", "noise_scale")
@@ -54,7 +54,11 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(store: Path, tmp_p
     run(config, ranks=1, asked={0: 3})
     steps = metrics(config, "step")
     (tmp_path / "run/checkpoints").rename(tmp_path / "elsewhere")
-    with pytest.raises(RankFailure, match="no checkpoint is there, and the run has saved step 3"):
+    gone = "no checkpoint is there, and the run has saved step 3"
+    with pytest.raises(UserError, match=gone):
         run(config, ranks=1)
+    assert not (tmp_path / "run/checkpoints").exists(), "they can be moved back"
+    with pytest.raises(RankFailure, match=gone):  # on the nodes of a job they may be gone since then
+        run(config, ranks=1, prepared=True)
     assert metrics(config, "step") == steps
     assert {rank.code for rank in run(again, ranks=1)} == {EXIT_DONE}

@@ -72,10 +72,13 @@ def small(store: Path | None, run_dir: Path, *overrides: str) -> RunConfig:
     return compose([*SMALL, *data, f"run_dir={run_dir}", *overrides])
 
 
-def run(config: RunConfig, ranks: int = 2, asked: dict[int, int] | None = None) -> list[Ended]:
-    """Run on `ranks` ranks. asked: rank -> the look at which it is asked to stop."""
+def run(
+    config: RunConfig, ranks: int = 2, asked: dict[int, int] | None = None, *, prepared: bool = False
+) -> list[Ended]:
+    """Run on `ranks` ranks. asked: rank -> the look at which it is asked to stop. prepared: the run directory is."""
     folder = locate_run_directory(config)
-    prepare_run_directory(folder, config)
+    if not prepared:
+        prepare_run_directory(folder, config)
     return run_ranks(_rank, ranks, config, folder, make_attempt(folder), asked or {}, parallel=config.parallel)
 
 
