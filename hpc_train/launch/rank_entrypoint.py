@@ -65,9 +65,9 @@ def _run_rank(run_dir: Path, process: int, lines: RankLog) -> int:
     import logging
     from datetime import timedelta
 
-    from hpc_train.launch.elastic import shrink_config
     from hpc_train.launch.job_spec import read_spec
     from hpc_train.launch.local.node_sharing import bind_to_share
+    from hpc_train.launch.recovery.elastic import shrink_config
     from hpc_train.launch.slurm.slurm_cli import current_job_id
     from hpc_train.launch.snapshot.import_guard import guard_imports
     from hpc_train.launch.state.attempts import cancel_marker_path

@@ -18,7 +18,8 @@ from hpc_train.errors import EXIT_DONE, UserError
 from hpc_train.launch.command_output import CommandOutput
 from hpc_train.launch.job_spec import JobSpec, read_spec
 from hpc_train.launch.slurm.compact_nodes import ask_for_compact_nodes
-from hpc_train.launch.slurm.request import check_partition, make_request
+from hpc_train.launch.slurm.partitions import check_partition
+from hpc_train.launch.slurm.request import make_request
 from hpc_train.launch.slurm.sbatch import submit_job
 from hpc_train.launch.slurm.slurm_cli import delay_signals, run_client
 from hpc_train.launch.slurm.waiting_time import fit_request

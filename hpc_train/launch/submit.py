@@ -21,7 +21,8 @@ from hpc_train.launch.command_output import Report
 from hpc_train.launch.freeze import check_cluster_files, check_run, decide_auto_layout, freeze_run
 from hpc_train.launch.slurm import slurm_cli
 from hpc_train.launch.slurm.compact_nodes import ask_for_compact_nodes
-from hpc_train.launch.slurm.request import JobRequest, check_partition, make_request, node_count
+from hpc_train.launch.slurm.partitions import check_partition
+from hpc_train.launch.slurm.request import JobRequest, make_request, node_count
 from hpc_train.launch.slurm.sbatch import render_script, submit_job
 from hpc_train.launch.slurm.slurm_cli import RunClient, delay_signals, run_client
 from hpc_train.launch.slurm.waiting_time import fit_request

@@ -67,7 +67,7 @@ def train_local_ranks(config: RunConfig, stop: StopRequest, output: CommandOutpu
 
     Raises UserError for what is wrong with the run, or if another one is going on in the directory.
     """
-    from hpc_train.launch.failures import explain_failure
+    from hpc_train.launch.recovery.failures import explain_failure
     from hpc_train.launch.state.attempts import read_attempts
 
     is_new = _has_new_directory(config)
@@ -111,7 +111,6 @@ def run_local_ranks(
 
     After a fault that may not come again the ranks are started again, as an attempt of their own.
     """
-    from hpc_train.launch.failures import explain_failure
     from hpc_train.launch.local.rank_pool import (
         EXIT_KILLED,
         WarningPrinter,
@@ -119,7 +118,8 @@ def run_local_ranks(
         follow_ranks,
         start_ranks,
     )
-    from hpc_train.launch.restarting import decide_on_this_machine
+    from hpc_train.launch.recovery.failures import explain_failure
+    from hpc_train.launch.recovery.restarting import decide_on_this_machine
     from hpc_train.launch.state.attempts import write_result_marker
     from hpc_train.resilience.restart import Action
 
@@ -272,7 +272,7 @@ def _is_first_report(logs: Path) -> bool:
 
 def _record_rank_failure(error: BaseException, identity: ProcessIdentity, logs: Path) -> str:
     """Record the failure, and its traceback in the rank's log; returns what to print."""
-    from hpc_train.launch.failures import FirstError
+    from hpc_train.launch.recovery.failures import FirstError
     from hpc_train.training.records.run_records import record_failure
 
     failure = record_failure(logs, identity.process, identity.host, error)

@@ -3,7 +3,7 @@
 Damage shows in the digests of a checkpoint, and an older one is loaded at once. But a load can also end the ranks, with
 an exception of a library or by a signal, and then every start ends at the same checkpoint. So the ranks leave a file
 while they load, from which the process that decides after a fault sees what they were doing when they died
-(hpc_train.launch.crashing_checkpoints). Standard library only.
+(hpc_train.launch.recovery.crashing_checkpoints). Standard library only.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The pre-flight of an attempt: compare the job's nodes before the first step, and leave slow ones to a spare node.
 
-A slow node is named in the log. If the job has spare nodes, the attempt ends, and hpc_train.launch.restarting starts
+A slow node is named in the log. If the job has spare nodes, the attempt ends, and launch.recovery.restarting starts
 the ranks again without the node. A node that already has a strike is used anyway: it is here because no other node was
 available.
 """

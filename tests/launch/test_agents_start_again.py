@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.launch.slurm import agent_reports, srun_errors
-from hpc_train.launch.slurm.agent_reports import AGENTS, RANKS, AgentReports, NodeProbe
-from hpc_train.launch.slurm.job_steps import open_process, signal_step
-from hpc_train.launch.slurm.srun_errors import PeerFailures, SrunErrors
+from hpc_train.launch.slurm.supervisor import agent_reports, srun_errors
+from hpc_train.launch.slurm.supervisor.agent_reports import AGENTS, RANKS, AgentReports, NodeProbe
+from hpc_train.launch.slurm.supervisor.job_steps import open_process, signal_step
+from hpc_train.launch.slurm.supervisor.srun_errors import PeerFailures, SrunErrors
 from hpc_train.resilience.agent import Report, encode_report
 from hpc_train.resilience.heartbeat import Phase
 from hpc_train.resilience.watch import RankView
@@ -326,14 +326,14 @@ def test_a_second_supervisor_leaves_and_one_that_was_killed_can_be_replaced(tmp_
     resilience = {"watch": True, "act": True, "notice": {}, "hang": {**hang, "factor": 5}}
     config = {"resilience": resilience, "parallel": {"compile": False}}
     (tmp_path / "job.json").write_text(json.dumps({"config": config}))
-    claim = "import sys; from pathlib import Path; from hpc_train.launch.slurm.supervise import claim_ranks"
+    claim = "import sys; from pathlib import Path; from hpc_train.launch.slurm.supervisor.supervise import claim_ranks"
     hold = f"{claim}; print(claim_ranks(Path(sys.argv[1])), flush=True); sys.stdin.read()"
     first = subprocess.Popen([sys.executable, "-c", hold, logs], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with first:
         assert first.stdout is not None
         assert first.stdout.readline() == b"True\n"
         second = subprocess.run(
-            [sys.executable, "-P", "-m", "hpc_train.launch.slurm.supervise", logs, str(os.getpid())],
+            [sys.executable, "-P", "-m", "hpc_train.launch.slurm.supervisor.supervise", logs, str(os.getpid())],
             capture_output=True,
             text=True,
             check=True,

@@ -14,13 +14,13 @@ from hpc_train.config.compose import compose
 from hpc_train.errors import EXIT_NO_REQUEUE, EXIT_REQUEUE
 from hpc_train.launch.callables.calls import ELEMENT_VARIABLE, SHARED_CALL_VARIABLE
 from hpc_train.launch.callables.stop_signals import SIGNAL_SECONDS_VARIABLE, requeue_marker_name
-from hpc_train.launch.failures import SRUN_ERRORS
 from hpc_train.launch.local.node_sharing import SHARE_VARIABLE
 from hpc_train.launch.rank_entrypoint import ATTEMPT_VARIABLE
-from hpc_train.launch.slurm.agent_reports import RANKS
+from hpc_train.launch.recovery.failures import SRUN_ERRORS
 from hpc_train.launch.slurm.batch_script import shell_functions
 from hpc_train.launch.slurm.request import make_request
 from hpc_train.launch.slurm.sbatch import render_script
+from hpc_train.launch.slurm.supervisor.agent_reports import RANKS
 from hpc_train.launch.state.attempts import ATTEMPT_MARKER, RESULT_MARKER, cancel_marker_path
 from hpc_train.launch.submit import default_to_slurm
 from hpc_train.runtime.rendezvous import RENDEZVOUS_VARIABLE

@@ -11,8 +11,8 @@ from jobs import LONG, Workshop, assert_same_run
 
 from hpc_train.checkpoint.storage.step_directory import read_bad_mark
 from hpc_train.config.compose import compose
-from hpc_train.launch.failures import SRUN_ERRORS
-from hpc_train.launch.restarting import Allocation, decide_after_failure
+from hpc_train.launch.recovery.failures import SRUN_ERRORS
+from hpc_train.launch.recovery.restarting import Allocation, decide_after_failure
 from hpc_train.launch.slurm.slurm_cli import Answer
 from hpc_train.launch.state.progress import add_progress
 from hpc_train.launch.state.run_facts import gather_facts

@@ -11,10 +11,11 @@ import pytest
 
 from hpc_train.config.compose import compose
 from hpc_train.errors import IncompleteRun, MissingRanksError
-from hpc_train.launch import rank_entrypoint, restarting
-from hpc_train.launch.failures import SRUN_ERRORS
+from hpc_train.launch import rank_entrypoint
 from hpc_train.launch.job_spec import make_spec
-from hpc_train.launch.restarting import Allocation, decide_after_failure
+from hpc_train.launch.recovery import restarting
+from hpc_train.launch.recovery.failures import SRUN_ERRORS
+from hpc_train.launch.recovery.restarting import Allocation, decide_after_failure
 from hpc_train.launch.slurm.request import make_request
 from hpc_train.launch.submit import default_to_slurm
 from hpc_train.resilience.exclusion import NODES, Strike, append_strike, read_doubtful, write_doubtful

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.launch.failures import find_first_error
+from hpc_train.launch.recovery.failures import find_first_error
 from hpc_train.training.records.run_records import record_failure
 
 SRUN = "srun: error: node1: task 0: Out Of Memory\nsrun: launch/slurm: _step_signal: Terminating StepId=1.0\n"

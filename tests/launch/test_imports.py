@@ -48,9 +48,9 @@ config_from_dict(json.load(open(sys.argv[1])))
 @pytest.mark.parametrize(
     ("module", "code", "without"),
     [
-        ("hpc_train.launch.slurm.supervise", "", {"hydra", "omegaconf", "torch", "numpy"}),
+        ("hpc_train.launch.slurm.supervisor.supervise", "", {"hydra", "omegaconf", "torch", "numpy"}),
         ("hpc_train.resilience.agent", "", {"hydra", "omegaconf", "torch", "numpy"}),
-        ("hpc_train.launch.restarting", READS_A_RUN, {"hydra", "torch", "numpy"}),
+        ("hpc_train.launch.recovery.restarting", READS_A_RUN, {"hydra", "torch", "numpy"}),
     ],
 )
 def test_what_ranks_wait_for_imports_little(tmp_path: Path, module: str, code: str, without: set[str]) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
-from hpc_train.launch.slurm.request import PartitionNodes, check_partition, make_request, parse_minutes, parse_sinfo
+from hpc_train.launch.slurm.partitions import PartitionNodes, check_partition, parse_minutes, parse_sinfo
+from hpc_train.launch.slurm.request import make_request
 from hpc_train.launch.slurm.slurm_cli import Answer
 from hpc_train.launch.submit import default_to_slurm
 from hpc_train.training.run_directory import RunDirectory

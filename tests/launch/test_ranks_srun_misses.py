@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from test_batch_functions import run_functions
 
-from hpc_train.launch.failures import SRUN_ERRORS, find_first_error
-from hpc_train.launch.restarting import find_fault
-from hpc_train.launch.slurm.silent_srun import EndedRanks, StuckStart, write_ended_tasks
+from hpc_train.launch.recovery.failures import SRUN_ERRORS, find_first_error
+from hpc_train.launch.recovery.restarting import find_fault
+from hpc_train.launch.slurm.supervisor.silent_srun import EndedRanks, StuckStart, write_ended_tasks
 from hpc_train.resilience.heartbeat import Phase
 from hpc_train.resilience.restart import Cause
 from hpc_train.resilience.watch import GONE, RankView

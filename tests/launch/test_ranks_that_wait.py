@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from jobs import FAULTY, Workshop, processes
 
-from hpc_train.launch.failures import find_first_error, is_timeout
+from hpc_train.launch.recovery.failures import find_first_error, is_timeout
 from hpc_train.runtime.identity import ProcessIdentity
 from hpc_train.runtime.rendezvous import find_missing_tasks, name_arrival_key
 from hpc_train.training.records.run_records import record_failure

@@ -10,8 +10,8 @@ import pytest
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.config.compose import compose
 from hpc_train.errors import EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_USER_ERROR, IncompleteRun, MissingRanksError, UserError
-from hpc_train.launch.failures import LOST_NODES, find_first_error, main
-from hpc_train.launch.restarting import decide_after_failure, find_fault
+from hpc_train.launch.recovery.failures import LOST_NODES, find_first_error, main
+from hpc_train.launch.recovery.restarting import decide_after_failure, find_fault
 from hpc_train.resilience.restart import Action, Cause, Fault
 from hpc_train.training.numerics.number_checks import LostNumbers
 from hpc_train.training.records.run_records import append_event, record_failure

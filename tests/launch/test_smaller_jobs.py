@@ -14,8 +14,8 @@ from hpc_train.config.compose import compose
 from hpc_train.config.parallel import AXES, reduce_replicas, resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.launch.elastic import check_elastic, find_smaller_size, shrink_config
-from hpc_train.launch.restarting import Allocation, choose_nodes
+from hpc_train.launch.recovery.elastic import check_elastic, find_smaller_size, shrink_config
+from hpc_train.launch.recovery.restarting import Allocation, choose_nodes
 from hpc_train.launch.slurm.slurm_cli import Answer
 from hpc_train.launch.slurm.waiting_time import NodeDemand, estimate_wait, fit_demand
 from hpc_train.launch.submit import default_to_slurm

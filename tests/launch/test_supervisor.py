@@ -14,10 +14,10 @@ import pytest
 
 from hpc_train.config.compose import compose
 from hpc_train.config.plain_config import config_to_dict
-from hpc_train.launch.failures import LOST_NODES
-from hpc_train.launch.slurm import agent_reports, supervise
-from hpc_train.launch.slurm.job_steps import LEFT_SRUN
-from hpc_train.launch.slurm.supervise import Supervisor
+from hpc_train.launch.recovery.failures import LOST_NODES
+from hpc_train.launch.slurm.supervisor import agent_reports, supervise
+from hpc_train.launch.slurm.supervisor.job_steps import LEFT_SRUN
+from hpc_train.launch.slurm.supervisor.supervise import Supervisor
 from hpc_train.launch.submit import default_to_slurm
 from hpc_train.launch.watching import read_watch_settings
 from hpc_train.resilience.agent import Report, encode_report

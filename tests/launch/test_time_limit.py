@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.launch.slurm.time_limit import TimeLimit, parse_time_left, read_time_left
+from hpc_train.launch.slurm.supervisor.time_limit import TimeLimit, parse_time_left, read_time_left
 
 
 @pytest.fixture

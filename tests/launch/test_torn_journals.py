@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hpc_train.config.compose import compose
-from hpc_train.launch.failures import SRUN_ERRORS
-from hpc_train.launch.restarting import Allocation, decide_after_failure
+from hpc_train.launch.recovery.failures import SRUN_ERRORS
+from hpc_train.launch.recovery.restarting import Allocation, decide_after_failure
 from hpc_train.launch.state.run_facts import read_events
 from hpc_train.launch.submit import default_to_slurm
 from hpc_train.regular_files import append_line

@@ -170,7 +170,7 @@ def stop_supervisor(scene: Scene) -> AbstractContextManager[None]:
 
 
 def find_supervisor(scene: Scene) -> int:
-    (supervisor,) = processes_with("hpc_train.launch.slurm.supervise", str(scene.logs))
+    (supervisor,) = processes_with("hpc_train.launch.slurm.supervisor.supervise", str(scene.logs))
     return supervisor
 
 
@@ -179,7 +179,7 @@ def kill_decision(scene: Scene) -> AbstractContextManager[None]:
     os.kill(pid_of_task(scene.run, 1), signal.SIGKILL)
 
     def deciding() -> list[int]:
-        return processes_with("hpc_train.launch.restarting", str(scene.run))
+        return processes_with("hpc_train.launch.recovery.restarting", str(scene.run))
 
     end = time.monotonic() + 60
     while not (found := deciding()):

@@ -155,7 +155,7 @@ def test_faults_of_other_kinds_one_after_another(
     assert "requeue" not in kinds(run)
 
 
-@pytest.mark.parametrize("process", ["hpc_train.launch.slurm.supervise", "hpc_train.resilience.agent"])
+@pytest.mark.parametrize("process", ["hpc_train.launch.slurm.supervisor.supervise", "hpc_train.resilience.agent"])
 def test_a_watcher_that_dies_ends_nothing_and_is_started_again(
     slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path, process: str
 ) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from hpc_train.config.compose import compose
 from hpc_train.interfaces import Task, World
-from hpc_train.launch.restarting import Allocation, decide_after_failure
+from hpc_train.launch.recovery.restarting import Allocation, decide_after_failure
 from hpc_train.resilience import preflight
 from hpc_train.resilience.exclusion import read_strikes
 from hpc_train.resilience.restart import Action

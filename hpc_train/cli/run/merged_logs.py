@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpc_train.cli.run.logs import LogSelection, choose_attempt
 from hpc_train.errors import UserError
-from hpc_train.launch.failures import find_first_error
+from hpc_train.launch.recovery.failures import find_first_error
 from hpc_train.launch.slurm.slurm_cli import run_client
 from hpc_train.launch.state.attempts import RESULT_MARKER, rank_of_task
 from hpc_train.launch.state.merged_lines import AttemptLogs, FoldedLine, LineFilter, find_attempt_logs, merge_lines

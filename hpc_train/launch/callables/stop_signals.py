@@ -16,7 +16,7 @@ from submitit.core.utils import DelayedSubmission, UncompletedJobError
 from hpc_train.errors import EXIT_REQUEUE
 from hpc_train.launch.callables import calls
 from hpc_train.launch.callables.calls import save_pickle
-from hpc_train.launch.slurm.time_limit import SLURM_EARLY_SECONDS, read_time_left
+from hpc_train.launch.slurm.supervisor.time_limit import SLURM_EARLY_SECONDS, read_time_left
 from hpc_train.runtime.stop_request import STOP_SIGNALS, StopRequest
 
 SIGNAL_SECONDS_VARIABLE = "HPC_TRAIN_SIGNAL_SECONDS"

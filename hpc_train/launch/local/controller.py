@@ -20,8 +20,8 @@ from pathlib import Path
 from submitit.local.local import Controller
 
 from hpc_train.errors import EXIT_FAILED, EXIT_REQUEUE
-from hpc_train.launch.failures import EXIT_CODES
 from hpc_train.launch.rank_stacks import STACK_SIGNAL
+from hpc_train.launch.recovery.failures import EXIT_CODES
 from hpc_train.launch.state.attempts import write_result_marker
 from hpc_train.launch.watching import (
     HangResponse,

@@ -1,1 +1,1 @@
-"""Runs as Slurm jobs: what is asked of sbatch, the batch scripts, the watcher in the job, and Slurm's own commands."""
+"""Runs as Slurm jobs: what is asked of sbatch, the batch script, the supervisor in a job, and Slurm's own commands."""

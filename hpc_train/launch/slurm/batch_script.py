@@ -17,9 +17,9 @@ from typing import Literal
 from hpc_train.config.cluster import ClusterConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.launch.elastic import check_elastic
-from hpc_train.launch.slurm.agent_reports import RANKS
+from hpc_train.launch.recovery.elastic import check_elastic
 from hpc_train.launch.slurm.containers import Container
+from hpc_train.launch.slurm.supervisor.agent_reports import RANKS
 from hpc_train.parallel.rules.parameter_server import find_mpi_setting
 from hpc_train.training.run_directory import RunDirectory
 
@@ -78,7 +78,7 @@ def setting_lines(config: RunConfig, python_path: Sequence[str], nodes: int) -> 
     _check_spares(config)
     check_elastic(config, nodes)
     _check_module_names(cluster)
-    report = shlex.join(python_command(config, False, "-m", "hpc_train.launch.failures"))
+    report = shlex.join(python_command(config, False, "-m", "hpc_train.launch.recovery.failures"))
     return [
         f"hpc_max_attempts={launch.max_attempts} hpc_chain={launch.chain} hpc_threads={launch.threads or ''}",
         f"hpc_report=({report})",
@@ -96,13 +96,13 @@ def setting_lines(config: RunConfig, python_path: Sequence[str], nodes: int) -> 
 def _watch_command(config: RunConfig) -> str:
     if not config.resilience.watch:
         return ""
-    return shlex.join(python_command(config, False, "-m", "hpc_train.launch.slurm.supervise"))
+    return shlex.join(python_command(config, False, "-m", "hpc_train.launch.slurm.supervisor.supervise"))
 
 
 def _restart_command(config: RunConfig) -> str:
     if not config.resilience.restarts:
         return ""
-    return shlex.join(python_command(config, False, "-m", "hpc_train.launch.restarting"))
+    return shlex.join(python_command(config, False, "-m", "hpc_train.launch.recovery.restarting"))
 
 
 def _fit_command(config: RunConfig) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.launch.slurm.slurm_cli import RunClient, parse_nodes
-from hpc_train.launch.slurm.time_limit import parse_time_left
+from hpc_train.launch.slurm.supervisor.time_limit import parse_time_left
 
 Floats = NDArray[np.float64]
 _USABLE = frozenset({"idle", "mixed", "allocated", "completing", "planned"})

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_train.launch.failures import SRUN_ERRORS, find_first_error
+from hpc_train.launch.recovery.failures import SRUN_ERRORS, find_first_error
 from hpc_train.launch.slurm.slurm_cli import JobRecord, RunClient, poll_jobs
 from hpc_train.launch.state.attempts import Attempt, read_attempts, read_tail_text
 from hpc_train.launch.state.run_lookup import RunPoint

@@ -9,7 +9,7 @@ from typing import Any
 
 from hpc_train.cluster.hostlist import expand_hostlist
 from hpc_train.errors import UserError
-from hpc_train.launch.restarting import RESTARTED
+from hpc_train.launch.recovery.restarting import RESTARTED
 from hpc_train.launch.state.attempts import Attempt, read_attempts, read_tail_text
 from hpc_train.launch.state.run_facts import read_events
 from hpc_train.resilience.ledger import GOODPUT, Ledger, LedgerLine, Period, account_run, parse_ledger

@@ -14,7 +14,6 @@ from hpc_train import __version__
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, UserError
 from hpc_train.launch.command_output import CommandOutput
-from hpc_train.launch.failures import explain_failure
 from hpc_train.launch.freeze import describe_finished_run
 from hpc_train.launch.local.node_sharing import (
     SHARE_VARIABLE,
@@ -24,7 +23,8 @@ from hpc_train.launch.local.node_sharing import (
 )
 from hpc_train.launch.local.process_pool import ProcessPool
 from hpc_train.launch.local.rank_pool import EXIT_KILLED, count_local_ranks, start_ranks
-from hpc_train.launch.restarting import decide_on_this_machine
+from hpc_train.launch.recovery.failures import explain_failure
+from hpc_train.launch.recovery.restarting import decide_on_this_machine
 from hpc_train.launch.state.attempts import write_result_marker
 from hpc_train.launch.submit import transact_submission
 from hpc_train.launch.sweep import sweep_directory

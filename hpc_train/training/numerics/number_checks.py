@@ -2,7 +2,7 @@
 
 If the loss or gradient stays infinite, the run goes back to a good checkpoint (training.numerics.rollback). If copies
 of parameters are no longer equal, it goes back to the last checkpoint at which they were
-(training.numerics.replica_check). All ranks come to the same conclusion and raise; hpc_train.launch.restarting then has
+(training.numerics.replica_check). All ranks come to the same conclusion and raise; launch.recovery.restarting then has
 them started again.
 """
 

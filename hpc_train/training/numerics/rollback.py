@@ -4,7 +4,7 @@ Skipping a step helps where its samples are to blame. Where the parameters are, 
 every checkpoint since they went wrong. A checkpoint is therefore *good* only when some steps after it had finite
 numbers. Going back marks all checkpoints newer than the good one as bad, records the samples of the failed steps, so
 that they are skipped when training reaches them again, and ends the attempt. The launcher starts the ranks again
-(hpc_train.launch.restarting), and they resume as usual: from the newest checkpoint that is not marked.
+(hpc_train.launch.recovery.restarting), and they resume as usual: from the newest checkpoint that is not marked.
 
 A run that is given the final skipped.json from its beginning computes the same, bit for bit.
 """

@@ -1,8 +1,8 @@
 """Decide after an attempt that failed whether and where its run goes on, from what it left in the run directory.
 
-A batch script runs this module (`python -m hpc_train.launch.restarting RUN ATTEMPT CODE LOST`). Its exit code says what
-to do: 0 start the ranks again in this job, 75 requeue it, 93 give up, 1 end as the ranks did. Files in the attempt's
-log directory say the rest: DECISION why, NEXT_NODES where to start again, EXCLUDE which nodes a requeue
+A batch script runs this module (`python -m hpc_train.launch.recovery.restarting RUN ATTEMPT CODE LOST`). Its exit code
+says what to do: 0 start the ranks again in this job, 75 requeue it, 93 give up, 1 end as the ranks did. Files in the
+attempt's log directory say the rest: DECISION why, NEXT_NODES where to start again, EXCLUDE which nodes a requeue
 leaves out, and REQUEUE_NODES how many it asks for.
 """
 
@@ -22,11 +22,11 @@ from hpc_train.cluster.hostlist import expand_hostlist
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_REQUEUE, EXIT_USER_ERROR
 from hpc_train.launch.command_output import print_to_job_log
-from hpc_train.launch.crashing_checkpoints import FailedLoad, list_unmarked_steps, respond_to_failed_load
-from hpc_train.launch.elastic import find_smaller_size
-from hpc_train.launch.failures import EXIT_CODES, FirstError, find_first_error
 from hpc_train.launch.job_spec import read_spec
-from hpc_train.launch.slurm.time_limit import OUT_OF_TIME, SLURM_EARLY_SECONDS, read_time_left
+from hpc_train.launch.recovery.crashing_checkpoints import FailedLoad, list_unmarked_steps, respond_to_failed_load
+from hpc_train.launch.recovery.elastic import find_smaller_size
+from hpc_train.launch.recovery.failures import EXIT_CODES, FirstError, find_first_error
+from hpc_train.launch.slurm.supervisor.time_limit import OUT_OF_TIME, SLURM_EARLY_SECONDS, read_time_left
 from hpc_train.launch.state.attempts import read_attempt
 from hpc_train.launch.state.run_facts import read_events
 from hpc_train.resilience.exclusion import (

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hpc_train.launch.failures import ENDED_TASKS, SRUN_ERRORS
+from hpc_train.launch.recovery.failures import ENDED_TASKS, SRUN_ERRORS
 from hpc_train.launch.state.attempts import read_tail_text
 from hpc_train.launch.watching import WatchSettings
 from hpc_train.regular_files import write_private_file

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hpc_train.errors import EXIT_NO_REQUEUE, EXIT_REQUEUE
-from hpc_train.launch.failures import list_exit_codes
+from hpc_train.launch.recovery.failures import list_exit_codes
 
 _ERROR_BYTES = 1 << 20
 """How much of srun's messages is read at a time."""

@@ -1,10 +1,10 @@
 """The supervisor of a Slurm job: watches its ranks through an agent on every node, and ends those that hang or whose
 peer has failed.
 
-`python -m hpc_train.launch.slurm.supervise LOGS PROCESS`, beside the ranks in the batch script. PROCESS is the srun
-that started the ranks. The supervisor only ends ranks; the batch script decides afterwards whether they are started
-again (hpc_train.launch.restarting). If the supervisor dies, the ranks are not affected: its agents see the end of their
-input, and the script starts it again. It learns about the ranks from the agents (agent_reports.py).
+`python -m hpc_train.launch.slurm.supervisor.supervise LOGS PROCESS`, beside the ranks in the batch script. PROCESS is
+the srun that started the ranks. The supervisor only ends ranks; the batch script decides afterwards whether they are
+started again (hpc_train.launch.recovery.restarting). If the supervisor dies, the ranks are not affected: its agents see
+the end of their input, and the script starts it again. It learns about the ranks from the agents (agent_reports.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from typing import Any
 
 from hpc_train.cluster.hostlist import expand_hostlist, list_task_hosts
 from hpc_train.launch.command_output import print_to_job_log
-from hpc_train.launch.failures import LOST_NODES, SRUN_ERRORS
-from hpc_train.launch.slurm.agent_reports import (
+from hpc_train.launch.recovery.failures import LOST_NODES, SRUN_ERRORS
+from hpc_train.launch.slurm.slurm_cli import current_job_id
+from hpc_train.launch.slurm.supervisor.agent_reports import (
     AGENT_ERRORS,
     AGENTS,
     END_SECONDS,
@@ -34,8 +35,8 @@ from hpc_train.launch.slurm.agent_reports import (
     start_agents,
     start_probe,
 )
-from hpc_train.launch.slurm.growth import GrowthCheck, count_ranks_per_node, report_growth
-from hpc_train.launch.slurm.job_steps import (
+from hpc_train.launch.slurm.supervisor.growth import GrowthCheck, count_ranks_per_node, report_growth
+from hpc_train.launch.slurm.supervisor.job_steps import (
     LEFT_SRUN,
     SRUN_SECONDS,
     SRUN_SECONDS_WITHOUT_A_NODE,
@@ -48,10 +49,9 @@ from hpc_train.launch.slurm.job_steps import (
     signal_ranks,
     signal_step,
 )
-from hpc_train.launch.slurm.silent_srun import EndedRanks, StuckStart, report_stuck_start, write_ended_tasks
-from hpc_train.launch.slurm.slurm_cli import current_job_id
-from hpc_train.launch.slurm.srun_errors import PeerFailures, SrunErrors
-from hpc_train.launch.slurm.time_limit import OUT_OF_TIME, TimeLimit
+from hpc_train.launch.slurm.supervisor.silent_srun import EndedRanks, StuckStart, report_stuck_start, write_ended_tasks
+from hpc_train.launch.slurm.supervisor.srun_errors import PeerFailures, SrunErrors
+from hpc_train.launch.slurm.supervisor.time_limit import OUT_OF_TIME, TimeLimit
 from hpc_train.launch.watching import (
     HangResponse,
     WatchSettings,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_train.launch.slurm.srun_errors import SrunErrors
+from hpc_train.launch.slurm.supervisor.srun_errors import SrunErrors
 from hpc_train.resilience.agent import END, LEAVE, Report, decode_report, name_this_node
 from hpc_train.resilience.deadlines import merge_learned
 from hpc_train.resilience.heartbeat import Phase

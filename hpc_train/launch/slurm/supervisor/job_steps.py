@@ -9,8 +9,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from hpc_train.launch.slurm.agent_reports import RANKS, AgentReports
 from hpc_train.launch.slurm.slurm_cli import run_client
+from hpc_train.launch.slurm.supervisor.agent_reports import RANKS, AgentReports
 from hpc_train.resilience.agent import KILL
 from hpc_train.resilience.watch import GONE, read_process_state
 
