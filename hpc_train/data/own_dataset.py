@@ -105,6 +105,12 @@ def open_own_dataset(
                 "samples are dealt to the ranks here; leave the two out, or return one with __iter__"
             )
         return _cut_split(config, source, split, takes_split="split" in given)
+    _check_stream(config, source, split, takes_split="split" in given)
+    return OwnStream(config.name, source, part)
+
+
+def _check_stream(config: CustomDataConfig, source: Any, split: str, takes_split: bool) -> None:
+    """Raise UserError for what cannot be read as a stream, again and again, of this split."""
     if not isinstance(source, Iterable):
         raise UserError(
             f"data.name={config.name}: returned a {type(source).__name__}; return a data set with __len__ and "
@@ -115,12 +121,11 @@ def open_own_dataset(
             f"data.name={config.name}: returned a {type(source).__name__}, which can be read only once; return an "
             "object whose __iter__ begins anew"
         )
-    if split == "validation" and "split" not in given:
+    if split == "validation" and not takes_split:
         raise UserError(
             f"data.name={config.name}: nothing can be cut off an iterable data set for validation; give the function "
             "an argument `split` (train or validation), or set train.eval_every=0"
         )
-    return OwnStream(config.name, source, part)
 
 
 def _cut_split(config: CustomDataConfig, source: Any, split: str, takes_split: bool) -> OwnDataset:

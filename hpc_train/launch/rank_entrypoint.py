@@ -22,6 +22,7 @@ from hpc_train.garbage_collection import pause_gc  # noqa: E402
 from hpc_train.processes import signal_at_parent_end  # noqa: E402
 
 if TYPE_CHECKING:
+    from hpc_train.resilience.heartbeat import Heartbeat
     from hpc_train.training.records.rank_log import RankLog, StreamLines
 
 
@@ -72,7 +73,6 @@ def _run_rank(run_dir: Path, process: int, lines: RankLog) -> int:
     from hpc_train.launch.snapshot.import_guard import guard_imports
     from hpc_train.launch.state.attempts import cancel_marker_path
     from hpc_train.resilience.chaos import FaultInjector
-    from hpc_train.resilience.heartbeat import Heartbeat
     from hpc_train.training.records.rank_log import LevelHandler
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[LevelHandler(sys.stdout, lines)])
@@ -84,10 +84,8 @@ def _run_rank(run_dir: Path, process: int, lines: RankLog) -> int:
     config = spec.run_config()
     attempt = int(os.environ.get(ATTEMPT_VARIABLE, "0"))
     # Before the imports: a rank can be stuck in them, too.
-    heartbeat = Heartbeat(run_dir / "logs" / str(attempt) if config.resilience.watch else None, process)
-    if heartbeat.failure:
-        logging.getLogger("hpc_train.launch").warning("nobody watches task %d: %s", process, heartbeat.failure)
-    lines.heartbeat = heartbeat
+    heartbeat = _start_heartbeat(run_dir / "logs" / str(attempt) if config.resilience.watch else None, process, lines)
+    # Also before them: the threads that torch starts inherit the CPUs of the process.
     if config.launch.bind:
         bind_to_share()
     import_training()
@@ -105,6 +103,19 @@ def _run_rank(run_dir: Path, process: int, lines: RankLog) -> int:
         lines.record_clock(task.store.read_clock)
     config = shrink_config(config, spec.ranks, task.processes)
     return run_rank(config, task, spec.folder(), attempt, _stop_request, heartbeat, lines)
+
+
+def _start_heartbeat(logs: Path | None, process: int, lines: RankLog) -> Heartbeat:
+    """Begin to tell the agent of this node where this rank is; logs: None if nobody is to watch."""
+    import logging
+
+    from hpc_train.resilience.heartbeat import Heartbeat
+
+    heartbeat = Heartbeat(logs, process)
+    if heartbeat.failure:
+        logging.getLogger("hpc_train.launch").warning("nobody watches task %d: %s", process, heartbeat.failure)
+    lines.heartbeat = heartbeat
+    return heartbeat
 
 
 def _report_failure(error: BaseException, logs: Path, process: int, host: str, at: float) -> int:

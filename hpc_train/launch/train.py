@@ -39,6 +39,7 @@ from hpc_train.training.run_directory import (
 
 if TYPE_CHECKING:
     from hpc_train.interfaces import Task
+    from hpc_train.launch.local.rank_pool import WarningPrinter
 
 
 def train_here(overrides: Sequence[str], config_dir: str | None, stop: StopRequest, output: CommandOutput) -> int:
@@ -111,16 +112,9 @@ def run_local_ranks(
 
     After a fault that may not come again the ranks are started again, as an attempt of their own.
     """
-    from hpc_train.launch.local.rank_pool import (
-        EXIT_KILLED,
-        WarningPrinter,
-        count_threads_per_rank,
-        follow_ranks,
-        start_ranks,
-    )
+    from hpc_train.launch.local.rank_pool import EXIT_KILLED, WarningPrinter
     from hpc_train.launch.recovery.failures import explain_failure
     from hpc_train.launch.recovery.restarting import decide_on_this_machine
-    from hpc_train.launch.state.attempts import write_result_marker
     from hpc_train.resilience.restart import Action
 
     printer = WarningPrinter(output)
@@ -134,9 +128,7 @@ def run_local_ranks(
     while True:
         attempt = make_attempt(folder)
         first = attempt if first is None else first
-        job = start_ranks(folder, attempt, ranks, count_threads_per_rank(config, ranks), wrap=config.launch.wrap)
-        code = follow_ranks(job, folder, attempt, config.train.log_every, stop, output, printer)
-        write_result_marker(folder.logs(attempt), code)  # where the controller was killed it could not
+        code = _run_attempt(config, folder, attempt, ranks, stop, output, printer)
         if code in (EXIT_DONE, EXIT_REQUEUE):
             return code
         if code == EXIT_KILLED:
@@ -150,6 +142,26 @@ def run_local_ranks(
         output.report(decision.why)
         if not decision.goes_on:
             return EXIT_NO_REQUEUE
+
+
+def _run_attempt(
+    config: RunConfig,
+    folder: RunDirectory,
+    attempt: int,
+    ranks: int,
+    stop: StopRequest,
+    output: CommandOutput,
+    printer: WarningPrinter,
+) -> int:
+    """Start the ranks once and follow them to their end; returns the exit code of the attempt."""
+    from hpc_train.launch.local.rank_pool import count_threads_per_rank, follow_ranks, start_ranks
+    from hpc_train.launch.state.attempts import write_result_marker
+
+    job = start_ranks(folder, attempt, ranks, count_threads_per_rank(config, ranks), wrap=config.launch.wrap)
+    code = follow_ranks(job, folder, attempt, config.train.log_every, stop, output, printer)
+    # The controller of the ranks writes it, too, unless it was killed.
+    write_result_marker(folder.logs(attempt), code)
+    return code
 
 
 def _refuse_second_run(folder: RunDirectory) -> None:
@@ -171,8 +183,6 @@ def _refuse_second_run(folder: RunDirectory) -> None:
 
 def _train_as_rank(config: RunConfig, identity: ProcessIdentity, stop: StopRequest, output: CommandOutput) -> int:
     """Train as one rank of srun, torchrun or mpirun: process 0 decides the run directory, the others get it from it."""
-    import logging
-
     from hpc_train.launch.rank_entrypoint import exit_now, import_training
     from hpc_train.launch.slurm.slurm_cli import current_job_id
     from hpc_train.launch.state.attempts import write_attempt_marker, write_result_marker
@@ -182,9 +192,7 @@ def _train_as_rank(config: RunConfig, identity: ProcessIdentity, stop: StopReque
     from hpc_train.runtime.start import join
     from hpc_train.training.rank import run_rank
 
-    logging.basicConfig(level=logging.INFO if identity.process == 0 else logging.WARNING, format="%(message)s")
-    for handler in logging.getLogger().handlers:  # all ranks print here: what one has reported is enough
-        handler.addFilter(lambda record: not getattr(record, "repeated", False))
+    _print_log_lines(identity.process)
     # srun and mpirun start ranks with a umask of the site.
     os.umask(0o077)
     logs = remove_refused = None
@@ -210,6 +218,15 @@ def _train_as_rank(config: RunConfig, identity: ProcessIdentity, stop: StopReque
             remove_refused()
         # Libraries' exit handlers (MPI_Finalize is one) would wait for peers that may never come.
         exit_now(code)
+
+
+def _print_log_lines(process: int) -> None:
+    """Print log lines to the terminal or file that all ranks of the launcher share: warnings, and all of process 0."""
+    import logging
+
+    logging.basicConfig(level=logging.INFO if process == 0 else logging.WARNING, format="%(message)s")
+    for handler in logging.getLogger().handlers:  # what one rank has reported is enough
+        handler.addFilter(lambda record: not getattr(record, "repeated", False))
 
 
 _SECONDS_FOR_REFUSALS = 10

@@ -74,18 +74,10 @@ def build(
         from hpc_train.parallel.engines.loose_engine import build_loose_engine
 
         return build_loose_engine(build, model, make_optimizer, config, world, degrees, say, values)
-    if config.parallel.ep > 1 and world.expert_mesh is None:
-        from hpc_train.parallel.expert.expert_parallel import make_expert_mesh
-
-        world = replace(world, expert_mesh=make_expert_mesh(world, config.parallel.ep))
-    files: FileMemory | None = None
-    if _offloads_parameters(config) or config.parallel.offload.optimizer != "none":
-        from hpc_train.parallel.memory.parameter_offload import offload_optimizer, open_offload_files
-
-        files = open_offload_files(config)
-        make_optimizer = offload_optimizer(make_optimizer, config, world, files)
+    world = _add_expert_mesh(world, config.parallel.ep)
+    make_optimizer, files = _open_offload(make_optimizer, config, world)
     check_precision_device(config.precision, world.device)
-    if not is_rehearsal():
+    if not is_rehearsal():  # a rehearsal has shapes only, and no memory that buffers or aliases could be in
         remade = remake_buffers(model, config.train.seed)
         if remade:
             say(f"buffers: {len(remade)} on the meta device written by their modules' resets ({remade[0]} ...)")
@@ -109,6 +101,27 @@ def build(
         say(line)
         return engine
     return _build_plain_engine(part, make_optimizer, config, world, degrees, say)
+
+
+def _add_expert_mesh(world: World, ep: int) -> World:
+    """Give the world the mesh of expert parallelism, a second view of the ranks of dp_shard x cp."""
+    if ep == 1 or world.expert_mesh is not None:
+        return world
+    from hpc_train.parallel.expert.expert_parallel import make_expert_mesh
+
+    return replace(world, expert_mesh=make_expert_mesh(world, ep))
+
+
+def _open_offload(
+    make_optimizer: OptimizerFactory, config: RunConfig, world: World
+) -> tuple[OptimizerFactory, FileMemory | None]:
+    """Return a factory that makes the optimizer with its state offloaded, and the files that offloaded memory is in."""
+    if config.parallel.offload.parameters == config.parallel.offload.optimizer == "none":
+        return make_optimizer, None
+    from hpc_train.parallel.memory.parameter_offload import offload_optimizer, open_offload_files
+
+    files = open_offload_files(config)
+    return offload_optimizer(make_optimizer, config, world, files), files
 
 
 def prepare_part(

@@ -160,15 +160,25 @@ def make_plan(
     searched = find_candidates(request, basis, max(top, MIN_KEPT_MESHES))
     if not searched.searched:
         raise UserError(_explain_no_layout(request))
-    allowed = (
-        searched.candidates
-        if request.complete
-        else [candidate for candidate in searched.candidates if is_within_limits(candidate)]
-    )
+    plan = _rank_found(request, searched, basis, top, objective)
+    if baselines and not request.complete:
+        plan = replace(plan, baselines=_compare_baselines(plan, basis, searched))
+    return replace(plan, seconds=time.perf_counter() - began)
+
+
+def _rank_found(
+    request: PlanRequest, searched: FoundCandidates, basis: EstimateBasis, top: int, objective: str
+) -> Plan:
+    """Rank what the search has found, and advise on the best.
+
+    A run that is given completely is estimated even outside of the plan's limits: it is what the user asked about.
+    """
+    config, found = request.config, searched.candidates
+    allowed = found if request.complete else [candidate for candidate in found if is_within_limits(candidate)]
     ranked = rank_candidates(allowed, objective)
     best = ranked[0] if ranked else None
-    outside = explain_no_candidate(config.plan, searched.candidates) if searched.candidates and not allowed else None
-    plan = Plan(
+    outside = explain_no_candidate(config.plan, found) if found and not allowed else None
+    return Plan(
         request,
         ranked[:top],
         find_pareto_front(searched.front, best) if best else [],
@@ -181,9 +191,6 @@ def make_plan(
         notes=[*_list_notes(config, best, outside), *_note_unmeasured(ranked[:top], objective)],
         outside=outside,
     )
-    if baselines and not request.complete:
-        plan = replace(plan, baselines=_compare_baselines(plan, basis, searched))
-    return replace(plan, seconds=time.perf_counter() - began)
 
 
 def _refuse_unplanned(request: PlanRequest) -> None:

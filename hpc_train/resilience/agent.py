@@ -119,23 +119,28 @@ def run_agent(logs: Path, settings: dict[str, Any]) -> None:
         readable, _, _ = select.select([0], [], [], seconds_to_next_look(views))
         if not readable:
             continue
-        order = os.read(0, 4096)
-        # Several messages may arrive in one read, so each is searched for.
-        if STOP in order:
+        # Several messages may arrive in one read, so each is searched for. No bytes mean end of file.
+        messages = os.read(0, 4096)
+        if STOP in messages:
             signal_ranks(logs, signal.SIGUSR2)
-        if KILL in order:
+        if KILL in messages:
             kill_ranks(logs)
-        if LEAVE in order:
+        if not messages or END in messages or LEAVE in messages:
             notices.close()
+            if LEAVE not in messages:
+                _remove_entries_at_end(logs, supervisor_is_gone=not messages)
             return
-        # No bytes mean end of file: the supervisor was killed without a word. Its successor starts new agents, which
-        # need the entries of the ranks for as long as these live.
-        if END in order or not order:
-            notices.close()
-            if not order:
-                _wait_for_ranks(logs)
-            remove_entries(logs)
-            return
+
+
+def _remove_entries_at_end(logs: Path, supervisor_is_gone: bool) -> None:
+    """Remove the entries of the ranks: at once if the supervisor says that these have ended, else once they have.
+
+    A supervisor that was killed says nothing. Its successor starts new agents, which need the entries of the ranks for
+    as long as these live.
+    """
+    if supervisor_is_gone:
+        _wait_for_ranks(logs)
+    remove_entries(logs)
 
 
 def _wait_for_ranks(logs: Path) -> None:

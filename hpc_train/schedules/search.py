@@ -190,44 +190,61 @@ def _take_ahead(schedule: FoundSchedule, window: int, limits: tuple[int, ...]) -
 
     limits: activations of blocks that each rank may hold. Returns the rows; None if ranks got stuck on those limits.
     """
-    order, times, stages = schedule.order, schedule.times, schedule.order.stages
-    waiting = [list(order.actions(rank)) for rank in range(order.ranks)]
-    rows: list[list[Action]] = [[] for _ in waiting]
-    free, live, ended = [0.0] * order.ranks, [0] * order.ranks, dict[Action, float]()
-
-    def start_of(rank: int, action: Action) -> float | None:
-        """Return when the rank could start it; None while that is not known."""
-        start = free[rank]
-        for needed in (needed for needed in action.list_inputs(stages)):
-            if needed not in ended:
-                return None
-            away = order.placement[needed.stage] != rank
-            start = max(start, ended[needed] + (times.communication if away else 0.0))
-        return start
-
-    def fits(rank: int, action: Action) -> bool:
-        return action.kind is not Kind.F or live[rank] + schedule.sizes[action.stage] <= limits[rank]
-
-    while any(waiting):
-        choices = []
-        for rank, row in enumerate(waiting):
-            seen: set[tuple[int, Kind]] = set()
-            for position, action in enumerate(row[:window]):
-                key = action.stage, action.kind
-                if key in seen or not fits(rank, action):  # micro-batches of a stage stay in order
-                    continue
-                seen.add(key)
-                if (start := start_of(rank, action)) is not None:
-                    choices.append((start, position, rank))
+    ranks = _EagerRanks(schedule, limits)
+    while any(ranks.waiting):
+        choices = [choice for rank in range(len(ranks.waiting)) for choice in ranks.list_choices(rank, window)]
         if not choices:
             return None
         start, position, rank = min(choices)
-        action = waiting[rank].pop(position)
-        rows[rank].append(action)
-        free[rank] = start + times.time_action(action)
-        ended.update(dict.fromkeys(action.results, free[rank]))
-        live[rank] += schedule.sizes[action.stage] * ((action.kind is Kind.F) - (action.kind in (Kind.W, Kind.B)))
-    return rows
+        ranks.run(rank, position, start)
+    return ranks.rows
+
+
+class _EagerRanks:
+    """The ranks of a simulated step: what each has done, what waits, and what it holds."""
+
+    def __init__(self, schedule: FoundSchedule, limits: tuple[int, ...]) -> None:
+        order = schedule.order
+        self._schedule, self._limits = schedule, limits
+        self.waiting = [list(order.actions(rank)) for rank in range(order.ranks)]
+        self.rows: list[list[Action]] = [[] for _ in self.waiting]
+        """Actions of each rank in the order in which it runs them."""
+        self._free, self._live = [0.0] * order.ranks, [0] * order.ranks
+        self._ended: dict[Action, float] = {}
+
+    def list_choices(self, rank: int, window: int) -> list[tuple[float, int, int]]:
+        """Return (start, position in its row, rank) of each action that the rank could run next."""
+        choices, seen = [], set[tuple[int, Kind]]()
+        for position, action in enumerate(self.waiting[rank][:window]):
+            key = action.stage, action.kind
+            if key in seen or not self._fits(rank, action):  # micro-batches of a stage stay in order
+                continue
+            seen.add(key)
+            if (start := self._find_start(rank, action)) is not None:
+                choices.append((start, position, rank))
+        return choices
+
+    def run(self, rank: int, position: int, start: float) -> None:
+        """Have the rank run the action at this position of its row."""
+        action = self.waiting[rank].pop(position)
+        self.rows[rank].append(action)
+        self._free[rank] = start + self._schedule.times.time_action(action)
+        self._ended.update(dict.fromkeys(action.results, self._free[rank]))
+        change = (action.kind is Kind.F) - (action.kind in (Kind.W, Kind.B))
+        self._live[rank] += self._schedule.sizes[action.stage] * change
+
+    def _find_start(self, rank: int, action: Action) -> float | None:
+        """Return when the rank could start the action; None while an input of it has not been computed."""
+        order, start = self._schedule.order, self._free[rank]
+        for needed in action.list_inputs(order.stages):
+            if needed not in self._ended:
+                return None
+            away = order.placement[needed.stage] != rank
+            start = max(start, self._ended[needed] + (self._schedule.times.communication if away else 0.0))
+        return start
+
+    def _fits(self, rank: int, action: Action) -> bool:
+        return action.kind is not Kind.F or self._live[rank] + self._schedule.sizes[action.stage] <= self._limits[rank]
 
 
 def count_live_blocks(order: Order, sizes: Sizes) -> tuple[int, ...]:

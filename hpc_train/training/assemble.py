@@ -44,18 +44,7 @@ def assemble_run(
     run.copy_group = find_copy_group(config, engine, data)
     run.numbers.rollback.restore(_USER_ERRORS.run_on_rank_0(world, lambda: read_rollbacks(directory.path / ROLLBACKS)))
     run.numbers.guard.skip_samples(run.numbers.rollback.entries)
-    lines: list[str] = []
-    announce = partial(note_load, directory.logs(attempt))
-    how = config.checkpoint.resume
-    resumed = resume_from_checkpoint(directory.checkpoints, how, engine.shards(), world, announce)
-    if resumed is None and how == "auto":
-        _USER_ERRORS.run_on_rank_0(world, partial(check_nothing_was_saved, directory))
-    if resumed is not None:
-        lines += _restore_run(run, resumed)
-    _USER_ERRORS.gather_and_decide(world, lambda: None, lambda _: None)  # until no rank can die in the load any more
-    if world.rank == 0:
-        end_load(directory.logs(attempt))
-        run.saves.passed_over = read_passed_over(directory.events)
+    resumed, lines = _resume(run, attempt)
     if config.adapter.base == "nf4":
         run.saves.base_digest = _USER_ERRORS.run_on_rank_0(world, partial(_check_base, config, resumed))
     loaded = _load_starting_adapter(run, resumed)
@@ -77,6 +66,26 @@ def assemble_run(
     for line in lines:
         run.reporter.say(line)
     return run
+
+
+def _resume(run: TrainingRun, attempt: int) -> tuple[ResumedStep | None, list[str]]:
+    """Load the checkpoint that checkpoint.resume chooses, if any; returns it, and lines to print. A collective.
+
+    The load is noted in the logs before it begins, and the note ended after it: a checkpoint whose load has ended the
+    ranks twice is passed over at the next start (launch.recovery.crashing_checkpoints).
+    """
+    config, world, logs = run.config, run.world, run.directory.logs(attempt)
+    resumed = resume_from_checkpoint(
+        run.directory.checkpoints, config.checkpoint.resume, run.engine.shards(), world, partial(note_load, logs)
+    )
+    if resumed is None and config.checkpoint.resume == "auto":
+        _USER_ERRORS.run_on_rank_0(world, partial(check_nothing_was_saved, run.directory))
+    lines = _restore_run(run, resumed) if resumed is not None else []
+    _USER_ERRORS.gather_and_decide(world, lambda: None, lambda _: None)  # until no rank can die in the load any more
+    if world.rank == 0:
+        end_load(logs)
+        run.saves.passed_over = read_passed_over(run.directory.events)
+    return resumed, lines
 
 
 def _restore_run(run: TrainingRun, resumed: ResumedStep) -> list[str]:

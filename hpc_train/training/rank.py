@@ -86,10 +86,7 @@ def _run_rank(
     lines: RankLog | None,
 ) -> int:
     """Meet the other ranks, build the run and train; returns the exit code."""
-    if config.launch.threads:
-        torch.set_num_threads(config.launch.threads)
-    if config.train.deterministic:
-        require_determinism()
+    _configure_torch(config)
     rank_map = place_rank(config, task)
     if lines is not None:
         lines.rank = rank_map.process_to_rank[task.process]
@@ -119,6 +116,13 @@ def _run_rank(
                 return _train_to_end(run, data)
     finally:
         leave_process_group()
+
+
+def _configure_torch(config: RunConfig) -> None:
+    if config.launch.threads:
+        torch.set_num_threads(config.launch.threads)
+    if config.train.deterministic:
+        require_determinism()
 
 
 def _build_engine(config: RunConfig, world: World) -> tuple[Engine, int, list[str]]:

@@ -11,6 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.format.integer_columns import LARGEST_INTEGER
@@ -44,38 +45,55 @@ def check_layout_bounds(step_layout: StepLayout, files: Sequence[ShardFile]) -> 
     twice = find_duplicate_name(step_layout.names)
     if twice is not None:
         raise CheckpointError(f"tensor {twice!r} is listed twice")
+    _check_one_layout_per_file(step_layout, files)
+    # Volumes come first: with those of the tensors checked, no product of a rectangle inside one can overflow.
+    items = [choose_minimum_itemsize(kind.dtype) for kind in step_layout.kinds]
+    volumes = [_check_volume(kind.shape, item) for kind, item in zip(step_layout.kinds, items, strict=True)]
+    item_of, volume_of = np.array(items, dtype=np.int64), np.array(volumes, dtype=np.int64)
+    images = np.array([file.image for file in files], dtype=np.int64)
+    count = len(step_layout.names)
+    elements, about = np.zeros(count, dtype=np.int64), np.zeros(count)
+    for layout in step_layout.layouts:
+        _check_rectangles(step_layout, layout)
+        _check_within(layout)
+        volume = np.array([_check_volume(cut.shape, 1) for cut in layout.cuts], dtype=np.int64)[layout.cut]
+        np.add.at(elements, layout.tensors, volume * len(layout.files))
+        about += np.bincount(layout.tensors, volume.astype(np.float64), count) * len(layout.files)
+        if len(layout.files):
+            _check_number_of_datasets(layout, files)
+            sizes = volume * item_of[step_layout.kind[layout.tensors]]
+            _check_places(step_layout, layout, sizes, int(images[layout.files].min()), files)
+    _check_element_counts(step_layout, elements, about, volume_of[step_layout.kind])
+
+
+def _check_one_layout_per_file(step_layout: StepLayout, files: Sequence[ShardFile]) -> None:
     of_files = [layout.files for layout in step_layout.layouts]
     if of_files and len(np.unique(np.concatenate(of_files))) < sum(map(len, of_files)):
         raise CheckpointError("a file has two layouts")
     if sum(map(len, of_files)) < len(files):
         raise CheckpointError("a file has no layout")
-    images = np.array([file.image for file in files], dtype=np.int64)
-    elements, about = np.zeros((2, len(step_layout.names)), dtype=np.int64), np.zeros(len(step_layout.names))
-    volumes = np.array(
-        [_check_volume(kind.shape, choose_minimum_itemsize(kind.dtype)) for kind in step_layout.kinds], dtype=np.int64
-    )
-    items = np.array([choose_minimum_itemsize(kind.dtype) for kind in step_layout.kinds], dtype=np.int64)
-    for layout in step_layout.layouts:
-        _check_rectangles(step_layout, layout)
-        _check_within(layout)
-        volume = np.array([_check_volume(cut.shape, 1) for cut in layout.cuts], dtype=np.int64)[layout.cut]
-        np.add.at(elements[0], layout.tensors, volume * len(layout.files))
-        about += np.bincount(layout.tensors, volume.astype(np.float64), len(about)) * len(layout.files)
-        if len(layout.files):
-            if layout.within is None and len(layout.tensors) * _DATASET > min(
-                files[file].bytes for file in layout.files
-            ):
-                raise CheckpointError(f"{files[layout.files[0]].name} would have {len(layout.tensors)} datasets")
-            sizes = volume * items[step_layout.kind[layout.tensors]]  # no overflow: a rectangle is within its tensor
-            _check_places(step_layout, layout, sizes, int(images[layout.files].min()), files)
-    elements[1] = volumes[step_layout.kind]
-    # the first sum may overflow: then it differs from the second, or the float sum is far from both
-    wrong = (elements[0] != elements[1]) | (np.abs(about - elements[1]) > 0.001 * elements[1])
+
+
+def _check_number_of_datasets(layout: SharedLayout, files: Sequence[ShardFile]) -> None:
+    """Raise CheckpointError for more datasets than the smallest file can have: a reader would make a row for each."""
+    if layout.within is None and len(layout.tensors) * _DATASET > min(files[file].bytes for file in layout.files):
+        raise CheckpointError(f"{files[layout.files[0]].name} would have {len(layout.tensors)} datasets")
+
+
+def _check_element_counts(
+    step_layout: StepLayout, elements: Integers, about: NDArray[np.float64], expected: Integers
+) -> None:
+    """Raise CheckpointError unless the rectangles of each tensor have as many elements together as the tensor.
+
+    elements: their sums, which overflow where a manifest lists a rectangle very often. about: the same sums as floats,
+    which do not: whatever overflows is far from the number of the tensor in at least one of the two.
+    """
+    wrong = (elements != expected) | (np.abs(about - expected) > 0.001 * expected)
     if wrong.any():
         tensor = int(wrong.argmax())
-        name, expected = step_layout.names[tensor], min(int(elements[1, tensor]), LARGEST_INTEGER)
+        name, limited = step_layout.names[tensor], min(int(expected[tensor]), LARGEST_INTEGER)
         raise CheckpointError(
-            f"tensor {name!r}: its pieces have {about[tensor]:.0f} elements together, it has {expected}"
+            f"tensor {name!r}: its pieces have {about[tensor]:.0f} elements together, it has {limited}"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,9 @@ from hpc_train.traffic.stages import (
     read_schedule_file,
 )
 
+if TYPE_CHECKING:
+    from hpc_train.parallel.expert.balance import ExpertBalance
+
 PreparePart = Callable[[nn.Module, nn.Module, RunConfig, World, Report], None]
 """Applies every pass to a part and gives it values: (part on the meta device, whole model, config, world, report)."""
 
@@ -52,6 +56,8 @@ def build_pipeline_engine(
     """
     options = config.parallel.pipeline
     names, ranks = name_stage_blocks(model, config, degrees), place_stages(options, degrees.pp)
+    # Every rank makes all stages. On the meta device they cost nothing, and which parameters are tied or trained in the
+    # stages of other ranks decides what this one exchanges.
     on_meta = [_make_stage(model, blocks) for blocks in names]
     trained = [{name for name, p in part.named_parameters() if p.requires_grad} for part in on_meta]
     frozen = [{name for name, p in part.named_parameters() if not p.requires_grad} for part in on_meta]
@@ -63,10 +69,9 @@ def build_pipeline_engine(
     ties = pipeline_engine.find_tied_parameters(trained, ranks, parts)
     # Of a frozen embedding that is tied to the head, too, only one copy is saved.
     frozen_ties = pipeline_engine.find_tied_parameters(frozen, ranks, parts)
-    optimizer = make_optimizer(Stages(parts.values()))
     updates = OptimizerUpdates(
         list(parts.values()),
-        optimizer,
+        make_optimizer(Stages(parts.values())),
         world,
         pipeline_engine.select_borrowed([*ties, *frozen_ties]),
         make_loss_scale(config.precision),
@@ -76,22 +81,28 @@ def build_pipeline_engine(
     at_end = [pipeline.timeline.end_step]
     if options.resplit and config.run_dir is not None:
         at_end.append(BlockTimes(parts, len(ranks) - 1, world, get_times_path(config.run_dir)).end_step)
-    balance = None
-    if has_routers(on_meta):
-        from hpc_train.parallel.expert.balance import ExpertBalance, list_routers
-
-        balance = ExpertBalance(list(parts.values()), list_routers(on_meta), world)
-    hidden = infer_stage_output(model, names[0], config, degrees)
     return PipelineEngine(
         pipeline=pipeline,
-        infer_output=hidden,
+        infer_output=infer_stage_output(model, names[0], config, degrees),
         updates=updates,
         ties=ties,
         config=config,
         world=world,
         at_end=at_end,
-        balance=balance,
+        balance=_make_expert_balance(parts, on_meta, world),
     )
+
+
+def _make_expert_balance(parts: dict[int, nn.Module], stages: list[nn.Module], world: World) -> ExpertBalance | None:
+    """Make what balances the experts of all stages; None for a dense model.
+
+    Its numbers are of the whole model, so it needs the routers of the stages on other ranks, too.
+    """
+    if not has_routers(stages):
+        return None
+    from hpc_train.parallel.expert.balance import ExpertBalance, list_routers
+
+    return ExpertBalance(list(parts.values()), list_routers(stages), world)
 
 
 def _make_pipeline(parts: dict[int, nn.Module], ranks: tuple[int, ...], config: RunConfig, world: World) -> Pipeline:

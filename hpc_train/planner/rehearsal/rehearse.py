@@ -69,11 +69,8 @@ def rehearse_run(config: RunConfig, world: int, which: str = "sample", processes
     proof = prove_order(config, degrees) if degrees.pp > 1 else None
     micro_batches, fewer = choose_micro_batches(config, degrees, _count_blocks(model, degrees), proof)
     processes = min(processes or _count_processes(), len(chosen.built))
-    missing = sorted({*range(degrees.pp)} - {degrees.find_coordinates(rank)["pp"] for rank in chosen.built})
     ranks = _build_ranks(stood_in, degrees, chosen, micro_batches, processes)
-    notes += [fewer] if fewer else []
-    notes += [f"what pipeline ranks {', '.join(map(str, missing))} hold: none of them was built"] if missing else []
-    notes += [f"a step: {built.unknown}" for built in ranks.values() if built.unknown]
+    notes += [*([fewer] if fewer else []), *_list_not_rehearsed(degrees, ranks)]
     stages = {rank: ranks[rank].at["pp"] for rank in chosen.stepped}
     plan, real = plan_memory_by_rank(stood_in, degrees, stages), plan_memory_by_rank(config, degrees, stages)
     more = {rank: sum(real[rank].values()) - sum(plan[rank].values()) for rank in real}
@@ -92,6 +89,13 @@ def rehearse_run(config: RunConfig, world: int, which: str = "sample", processes
         seconds=time.perf_counter() - started,
         processes=processes,
     )
+
+
+def _list_not_rehearsed(degrees: Degrees, ranks: Mapping[int, RehearsedRank]) -> list[str]:
+    """Return a line for what the built ranks do not show: pipeline ranks without one, and steps that could not run."""
+    missing = sorted({*range(degrees.pp)} - {degrees.find_coordinates(rank)["pp"] for rank in ranks})
+    lines = [f"what pipeline ranks {', '.join(map(str, missing))} hold: none of them was built"] if missing else []
+    return lines + [f"a step: {built.unknown}" for built in ranks.values() if built.unknown]
 
 
 def _time_mesh(degrees: Degrees, rank: int) -> float:

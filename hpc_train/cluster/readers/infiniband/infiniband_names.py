@@ -123,38 +123,52 @@ def _assign_by_guid(
     numbers = sorted((number, adapter.id) for adapter in adapters if (number := number_of(adapter)) is not None)
     step = _find_guid_step(numbers, named)
     members = _group_by_host(named)
-    usual = Counter(map(len, members.values())).most_common(1)[0][0] if members else 0
-    if step is None or usual < 2:
+    adapters_per_server = Counter(map(len, members.values())).most_common(1)[0][0] if members else 0
+    if step is None or adapters_per_server < 2:
         return {}
-    host = dict(named)
-    used = {name: {switch for id in ids for switch, _ in plugs.get(id, ())} for name, ids in members.items()}
-    size = {name: len(ids) for name, ids in members.items()}
-    system = {adapter.id: group for group in groups for adapter in group}
-    at = dict(numbers)
-
-    def join(number: int, id: str, alone: bool) -> None:
-        """Join the server of a GUID neighbour with room for it; an adapter that is alone becomes its own server."""
-        switches = {switch for switch, _ in plugs.get(id, ())}
-        near = [
-            host[at[neighbour]]
-            for neighbour in (number - step, number + step)
-            if neighbour in at and at[neighbour] in host
-        ]
-        fits = [name for name in near if size[name] < usual and used[name].isdisjoint(switches)]
-        if not fits and not alone:
-            return
-        name = fits[0] if fits else system[id][0].id
-        host[id] = name
-        used.setdefault(name, set()).update(switches)
-        size[name] = size.get(name, 0) + 1
-
-    # Grow named servers upwards and downwards along their GUIDs first; what is left then becomes servers without a
-    # name.
-    for order, alone in ((numbers, False), (numbers[::-1], False), (numbers, True)):
+    growth = _ServerGrowth(dict(numbers), step, adapters_per_server, named, plugs)
+    # Named servers first, upwards and downwards along their GUIDs. What is left then becomes servers without a name,
+    # each called by the first adapter of its system.
+    system = {adapter.id: group[0].id for group in groups for adapter in group}
+    for order, make_new in ((numbers, False), (numbers[::-1], False), (numbers, True)):
         for number, id in order:
-            if id not in host:
-                join(number, id, alone)
-    return {id: name for id, name in host.items() if id not in named}
+            if id not in growth.host:
+                growth.join_neighbour(number, id, system[id] if make_new else None)
+    return {id: name for id, name in growth.host.items() if id not in named}
+
+
+class _ServerGrowth:
+    """Servers that take in adapters one by one: which adapters each has, and on which switches."""
+
+    def __init__(
+        self, by_number: Mapping[int, str], step: int, most: int, named: Mapping[str, str], plugs: CablePlugs
+    ) -> None:
+        """by_number: adapter by GUID number. step: between neighbours of one server. most: adapters of a server."""
+        self.host = dict(named)
+        """Server of each adapter."""
+        self._by_number, self._step, self._most, self._plugs = by_number, step, most, plugs
+        members = _group_by_host(named)
+        self._size = {name: len(ids) for name, ids in members.items()}
+        self._switches = {name: set().union(*map(self._list_switches, ids)) for name, ids in members.items()}
+
+    def join_neighbour(self, number: int, id: str, new_name: str | None) -> None:
+        """Add an adapter to the server of a GUID neighbour that has room; else, with a new name, to a new server.
+
+        A server has one adapter on a switch (a rail each), so a switch that it is on already means another server.
+        """
+        switches = self._list_switches(id)
+        neighbours = (self._by_number.get(number - self._step), self._by_number.get(number + self._step))
+        servers = [self.host[neighbour] for neighbour in neighbours if neighbour in self.host]
+        fits = [name for name in servers if self._size[name] < self._most and self._switches[name].isdisjoint(switches)]
+        name = fits[0] if fits else new_name
+        if name is None:
+            return
+        self.host[id] = name
+        self._switches.setdefault(name, set()).update(switches)
+        self._size[name] = self._size.get(name, 0) + 1
+
+    def _list_switches(self, id: str) -> set[str]:
+        return {switch for switch, _ in self._plugs.get(id, ())}
 
 
 def _find_guid_step(numbers: Sequence[tuple[int, str]], named: Mapping[str, str]) -> int | None:
