@@ -7,7 +7,6 @@ the place in the user's file. Imports no torch.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc_train.errors import UserError
+from hpc_train.near_names import suggest_components
 from hpc_train.user_frames import LOST_PEER, describe_error, find_root_cause, format_frame, list_user_frames
 
 F = TypeVar("F", bound="Callable[..., Any]")
@@ -64,9 +64,9 @@ class ComponentKind:
         installed = {point.name: point for point in entry_points(group=self.entry_points)}
         if name in installed:
             return _load_entry_point(installed[name], self.setting)
-        near = suggest_name(name, sorted({*self.registered, *installed, *built_in}))
-        where = "" if module else f"; set {self.module_setting} to the Python module that registers it"
-        raise UserError(f"{self.setting}={name}: not a registered {self.noun}; {near}{where}")
+        names = {*self.registered, *installed, *built_in}
+        hint = suggest_components(name, names, None if module else self.module_setting)
+        raise UserError(f"{self.setting}={name}: not a registered {self.noun}; {hint}")
 
     def call(self, name: str, factory: Callable[..., Any], args: Mapping[str, Any], *given: Any, **more: Any) -> Any:
         """Call a component with what the project gives and the user's `args`; UserError names the place of an error."""
@@ -166,15 +166,6 @@ def accepts_argument(factory: Callable[..., Any], name: str) -> bool:
         return name in inspect.signature(factory).parameters
     except (TypeError, ValueError):
         return False
-
-
-def suggest_name(word: str, names: Iterable[str]) -> str:
-    """Return the nearest of some names as a question, or all of them."""
-    names = list(names)
-    near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
-    if near:
-        return f"did you mean '{near[0]}'?"
-    return f"there are {', '.join(names)}" if names else "none is registered"
 
 
 def _load_entry_point(point: EntryPoint, setting: str) -> Callable[..., Any]:

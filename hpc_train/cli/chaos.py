@@ -144,11 +144,12 @@ def _read_order(value: Any, ranks: int, location: str) -> Order:
 
 def _check_keys(value: Any, names: Sequence[str] | Mapping[str, Any], location: str) -> None:
     from hpc_train.errors import UserError
+    from hpc_train.near_names import suggest_names
 
     if not isinstance(value, dict):
         raise UserError(f"{location}: must be a mapping with the keys {', '.join(names)}")
     if unknown := [str(key) for key in value if key not in names]:
-        raise UserError(f"{location}: no key {unknown[0][:80]!r}; there are {', '.join(names)}")
+        raise UserError(f"{location}: no key {unknown[0][:80]!r}; {suggest_names(unknown[0], names)}")
 
 
 def _positive(value: Any, location: str) -> float | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from typing import Any, NoReturn
 from hpc_train import __version__
 from hpc_train.cli.arguments import add_command, add_examples
 from hpc_train.errors import EXIT_FAILED, EXIT_USER_ERROR, UserError
+from hpc_train.near_names import TYPO, did_you_mean, find_near_names
 from hpc_train.terminal import escaping_stdout, one_line
 
 EXIT_INTERRUPTED = 130
@@ -122,7 +124,16 @@ class _Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USER_ERROR, f"hpc-train: {one_line(message)}; see `{self.prog} --help`\n")
+        self.exit(
+            EXIT_USER_ERROR, f"hpc-train: {one_line(message)}{_suggest_choice(message)}; see `{self.prog} --help`\n"
+        )
+
+
+def _suggest_choice(message: str) -> str:
+    """Return "; did you mean X?" for argparse's message that a word is none of the choices; "" for any other."""
+    match = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message)
+    near = find_near_names(match[1], [name.strip("'") for name in match[2].split(", ")], TYPO) if match else []
+    return f"; {did_you_mean(near)}" if near else ""
 
 
 def _moves_cursor(arguments: argparse.Namespace) -> bool:

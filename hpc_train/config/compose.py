@@ -24,10 +24,10 @@ from omegaconf.errors import OmegaConfBaseException
 from hpc_train.config.checks.secret_variables import refuse_secret_variables
 from hpc_train.config.keys import overrides as suggest
 from hpc_train.config.keys.groups import GROUPS, SCHEMAS, find_option_files
-from hpc_train.config.keys.overrides import suggest_names
 from hpc_train.config.plain_config import check_and_seal, explain_value, make_run_config, read_first_line
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
+from hpc_train.near_names import suggest_names
 
 
 def compose(overrides: Sequence[str] = (), config_dir: str | None = None) -> RunConfig:

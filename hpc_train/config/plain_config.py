@@ -17,10 +17,11 @@ from omegaconf.errors import OmegaConfBaseException
 from hpc_train.config.checks.check import check_config
 from hpc_train.config.checks.secret_variables import refuse_secret_variables
 from hpc_train.config.keys.groups import SCHEMAS
-from hpc_train.config.keys.overrides import check_overrides, find_unknown_field, list_explicit_settings, suggest_names
+from hpc_train.config.keys.overrides import check_overrides, find_unknown_field, list_explicit_settings
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import seal_config
 from hpc_train.errors import UserError
+from hpc_train.near_names import suggest_names
 
 
 def config_from_dict(container: dict[str, Any]) -> RunConfig:

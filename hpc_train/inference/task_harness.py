@@ -18,6 +18,7 @@ from torch import Tensor
 from hpc_train.errors import UserError
 from hpc_train.inference.generate import GenerateOptions, generate_texts
 from hpc_train.inference.load_model import LoadedModel
+from hpc_train.near_names import suggest_names
 
 _MAX_NEW_TOKENS = 256
 """Length of an answer that its task does not limit, as in the harness."""
@@ -93,9 +94,10 @@ def _find_tasks(options: TaskOptions, version: str) -> Any:
     if any(task not in manager.all_tasks for task in options.tasks):
         manager = TaskManager(include_path=folder)
     if unknown := [task for task in options.tasks if task not in manager.all_tasks]:
+        hint = suggest_names(unknown[0], manager.all_tasks, "`lm-eval ls tasks` lists them")
         raise UserError(
-            f"--tasks: {unknown[0]} is not a task, group or tag of lm_eval {version}; `lm-eval ls tasks` lists them, "
-            "and --include-path DIR adds your own"
+            f"--tasks: {unknown[0]} is not a task, group or tag of lm_eval {version}; {hint}"
+            f"{' Or' if hint.endswith('?') else ', and'} --include-path DIR adds your own"
         )
     return manager
 

@@ -30,6 +30,7 @@ from hpc_train.checkpoint.checkpointer import describe_ranks
 from hpc_train.errors import EXIT_DONE, EXIT_FAILED, UserError
 from hpc_train.interfaces import World
 from hpc_train.launch.state.attempts import write_attempt_marker, write_result_marker
+from hpc_train.near_names import suggest_names
 from hpc_train.regular_files import write_private_file
 from hpc_train.resilience.heartbeat import Heartbeat, Phase, choose_step_phase, remove_entries
 from hpc_train.resilience.ledger import GOODPUT, LedgerFile
@@ -160,7 +161,7 @@ class LoopRecorder:
     def phase(self, name: str) -> Iterator[None]:
         """Count the time inside as `load`, `evaluate` or `save`."""
         if name not in PHASES:
-            raise UserError(f"LoopRecorder: no phase {name!r}; there are {', '.join(PHASES)}")
+            raise UserError(f"LoopRecorder: no phase {name!r}; {suggest_names(name, PHASES)}")
         before = self._heartbeat.phase
         self._heartbeat.enter(PHASES[name], self._last)
         try:

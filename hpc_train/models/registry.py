@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from hpc_train.components import MODELS, suggest_name
+from hpc_train.components import MODELS
 from hpc_train.config.model import (
     CustomModelConfig,
     HfModelConfig,
@@ -14,6 +14,7 @@ from hpc_train.config.model import (
     VisionTransformerConfig,
 )
 from hpc_train.errors import UserError
+from hpc_train.near_names import suggest_names
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,7 +53,7 @@ def build_model(config: ModelConfig, seed: int = 0) -> nn.Module:
 
         return build_hf_model(config, seed)
     raise UserError(
-        f"model.kind={config.kind}: no such kind; {suggest_name(config.kind, ('transformer', 'vit', 'hf', 'custom'))}"
+        f"model.kind={config.kind}: no such kind; {suggest_names(config.kind, ('transformer', 'vit', 'hf', 'custom'))}"
     )
 
 

@@ -14,6 +14,7 @@ from hpc_train.launch.state.progress import add_progress, find_best_value, is_hi
 from hpc_train.launch.state.run_facts import gather_facts
 from hpc_train.launch.state.run_lookup import RunPoint
 from hpc_train.launch.sweep.sweep_directory import SweepDirectory, read_points
+from hpc_train.near_names import suggest_names
 
 Value = str | int | float | bool | None
 _DEFAULT_METRICS = ("validation_loss", "loss")
@@ -68,8 +69,8 @@ def gather_results(points: Sequence[RunPoint], metric: str | None = None, best: 
         (name for name in _DEFAULT_METRICS if any(name in final for final in finals)), _DEFAULT_METRICS[-1]
     )
     if any(finals) and not any(metric in final for final in finals):
-        names = ", ".join(sorted({name for final in finals for name in final}))
-        raise UserError(f"--metric {metric}: no point has it; there are {names}")
+        names = {name for final in finals for name in final}
+        raise UserError(f"--metric {metric}: no point has it; {suggest_names(metric, names)}")
     statuses = [add_progress(decide_state(facts), facts) for facts in gather_facts(points, run_client)]
     return SweepResults(
         [

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from hpc_train.config.parallel import SCHEDULES
 from hpc_train.errors import UserError
+from hpc_train.near_names import suggest_names
 from hpc_train.schedules.order import (
     Action,
     Kind,
@@ -57,7 +58,7 @@ assert set(REQUIREMENTS) == set(SCHEDULES)
 def find_requirements(name: str) -> Requirements:
     """Return the requirements of the schedule `name`. Raises UserError if there is none."""
     if name not in REQUIREMENTS:
-        raise UserError(f"parallel.pipeline.schedule={name}: no such schedule; there are {', '.join(REQUIREMENTS)}")
+        raise UserError(f"parallel.pipeline.schedule={name}: no such schedule; {suggest_names(name, REQUIREMENTS)}")
     return REQUIREMENTS[name]
 
 

@@ -60,7 +60,7 @@ CHOICES = [
     ("train hydra/launcher=basic", "hydra/launcher=basic: settings of Hydra itself have no effect here"),
     (
         "train optim.schedule.name=cosin",
-        "optim.schedule.name=cosin: must be one of cosine, linear, wsd, constant; did you mean 'cosine'?",
+        "optim.schedule.name=cosin: not a registered schedule; did you mean 'cosine'? Or set optim.module ...",
     ),
     ("train parallel.strategy=fsdp", "parallel.strategy=fsdp: must be one of ddp, zero1, zero2, zero3"),
 ]
@@ -219,7 +219,7 @@ PLACES = [
 ]
 COMMANDS = [
     ("", "the following arguments are required: command; see `hpc-train --help`"),
-    ("trane", "...invalid choice: 'trane' ...; see `hpc-train --help`"),
+    ("trane", "...invalid choice: 'trane' ...; did you mean 'train'?; see `hpc-train --help`"),
     ("train --cfgg", "unknown option --cfgg; see `hpc-train train --help`"),
     ("train --config-dir", "argument --config-dir: expected one argument; see `hpc-train train --help`"),
     ("train launch=slurm", "launch=slurm: `hpc-train train` runs here; use `hpc-train submit` for Slurm"),

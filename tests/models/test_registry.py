@@ -82,7 +82,7 @@ def test_a_model_of_an_installed_package(folder: Path) -> None:
         "model.name=broken: its entry point their_package:no cannot"
     )
     assert line(CustomModelConfig(name="theris")).startswith(
-        "model.name=theris: not a registered model; did you mean 'theirs'?; set model.module"
+        "model.name=theris: not a registered model; did you mean 'theirs'? Or set model.module"
     )
 
 

@@ -9,13 +9,11 @@ import math
 import re
 import unicodedata
 from dataclasses import fields, is_dataclass
-from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import Any
 
 from hpc_train.config.checks.secret_variables import is_secret_name
 from hpc_train.config.cluster import check_cluster
-from hpc_train.config.keys.overrides import did_you_mean
 from hpc_train.config.optim import OPTIMIZERS
 from hpc_train.config.parallel import list_requested_degrees
 from hpc_train.config.profile import check_ranks, parse_steps
@@ -23,12 +21,11 @@ from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import Range
 from hpc_train.config.train import SCHEDULES, CheckpointConfig
 from hpc_train.errors import UserError
+from hpc_train.near_names import TYPO, did_you_mean, find_near_names, suggest_components
 
 _POOL = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_-]{0,7}\.)?[A-Za-z0-9_][A-Za-z0-9_-]{0,14}")
 """`<pool>` or `<file system>.<pool>`."""
 _NO_SUCH = object()
-_NEAR = 0.7
-"""Similarity above which an unknown word counts as a typo of a known one."""
 _PATHS = re.compile(r"run_dir|.*\.(\w*dir|path|cache|topology|calibration)")
 _PATH_BYTES, _NAME_BYTES = 3072, 255
 """Linux allows 4,095 bytes in a path; a run's own files add a few hundred."""
@@ -106,7 +103,7 @@ def _check_value(value: Any, where: str, allowed: Range | None) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{where}={value}: must be a finite number")
     if isinstance(value, (str, int, float)) and allowed and (why := allowed.problem(value)):
-        near = get_close_matches(str(value), allowed.choices or (), cutoff=_NEAR)
+        near = find_near_names(str(value), allowed.choices or (), TYPO)
         raise UserError(f"{where}={value}: {why}{f'; {did_you_mean(near)}' if near else ''}")
     _check_number(value, where)
 
@@ -194,15 +191,16 @@ def _check_matmul(config: RunConfig) -> None:
 def _check_components(config: RunConfig) -> None:
     """Check the names that a user's Python module or an installed package may add to, where none was named."""
     optim = config.optim
-    for where, value, builtin, group in (
-        ("optim.name", optim.name, OPTIMIZERS, "hpc_train.optimizers"),
-        ("optim.schedule.name", optim.schedule.name, SCHEDULES, "hpc_train.schedules"),
+    for where, noun, value, builtin, group in (
+        ("optim.name", "optimizer", optim.name, OPTIMIZERS, "hpc_train.optimizers"),
+        ("optim.schedule.name", "schedule", optim.schedule.name, SCHEDULES, "hpc_train.schedules"),
     ):
-        if value in builtin or optim.module is not None or value in {point.name for point in entry_points(group=group)}:
+        if value in builtin or optim.module is not None:
             continue
-        near = get_close_matches(value, builtin, cutoff=_NEAR)
-        hint = did_you_mean(near) if near else "set optim.module to the Python module that registers it"
-        raise UserError(f"{where}={value}: must be one of {', '.join(builtin)}; {hint}")
+        installed = sorted({point.name for point in entry_points(group=group)}.difference(builtin))
+        if value not in installed:
+            hint = suggest_components(value, (*builtin, *installed), "optim.module")
+            raise UserError(f"{where}={value}: not a registered {noun}; {hint}")
     if optim.name in OPTIMIZERS and optim.args:
         raise UserError(
             f"optim.args ({', '.join(optim.args)}): is for optim=custom; {optim.name} has settings of its own"

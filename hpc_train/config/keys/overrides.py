@@ -1,12 +1,10 @@
 """Parse the overrides of a command line, tell which keys they set, and say in one line what is wrong and what is right.
 
-Hydra's syntax that has no meaning for a run is refused, and so are labels that choose nothing. Suggestions are the
-nearest names (difflib).
+Hydra's syntax that has no meaning for a run is refused, and so are labels that choose nothing.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
@@ -20,30 +18,13 @@ from hpc_train.config.parallel import ParallelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import SEALED_ATTRIBUTE
 from hpc_train.errors import UserError
+from hpc_train.near_names import MAX_SUGGESTIONS, did_you_mean, suggest_names
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 ListOptions = Callable[[str], list[str]]
 """Group name -> names of its options."""
-_SHOWN = 3
-"""Suggestions in one line."""
-
-
-def suggest_names(word: str, choices: Iterable[str]) -> str:
-    """Suggest the nearest names (did you mean X?); where nothing is near, list the choices."""
-    choices = sorted(choices)
-    near = difflib.get_close_matches(word, choices, n=_SHOWN, cutoff=0.5)
-    if not near:
-        return f"there are {', '.join(choices)}" if choices else "there is none"
-    ratios = {name: difflib.SequenceMatcher(None, name, word).ratio() for name in near}
-    return did_you_mean([name for name in sorted(near) if ratios[name] == max(ratios.values())])
-
-
-def did_you_mean(names: Sequence[str]) -> str:
-    """Return the question "did you mean 'a', 'b' or 'c'?"."""
-    *first, last = (f"'{name}'" for name in names)
-    return f"did you mean {', '.join(first)} or {last}?" if first else f"did you mean {last}?"
 
 
 def parse_overrides(overrides: Sequence[str]) -> tuple[list[Override], str | None]:
@@ -165,7 +146,7 @@ def find_wrong_key(values: Iterable[Override], config: DictConfig) -> str | None
 def _suggest_key(component: str, node: DictConfig, root: DictConfig) -> str:
     """Suggest a key of this name elsewhere (lr is optim.lr), else one like it here."""
     elsewhere = [key for key in _walk_keys(root) if key.split(".")[-1] == component]
-    if elsewhere and len(elsewhere) <= _SHOWN:
+    if elsewhere and len(elsewhere) <= MAX_SUGGESTIONS:
         return did_you_mean(elsewhere)
     return suggest_names(component, map(str, node))
 

@@ -7,7 +7,6 @@ prints one key, and the reference page of the documentation lists all of them.
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 import re
 import textwrap
@@ -17,10 +16,10 @@ from functools import cache
 from typing import Any, get_args, get_type_hints
 
 from hpc_train.config.keys.groups import GROUPS, SCHEMAS, find_option_files, read_default_options
-from hpc_train.config.keys.overrides import suggest_names
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import Range
 from hpc_train.errors import UserError
+from hpc_train.near_names import suggest_names
 
 _CONTAINER_TYPES = (list, dict, tuple)
 
@@ -68,10 +67,10 @@ def _suggest_keys(key: str, keys: list[KeyReference]) -> str:
     if len(same_name) == 1:
         return f"did you mean {same_name[0]!r}?"
     names = same_name or list(dict.fromkeys(item.key for item in keys))
-    if same_name or difflib.get_close_matches(key, names, n=1, cutoff=0.5):
+    if same_name:
         return suggest_names(key, names)
     parts = dict.fromkeys(item.key.partition(".")[0] for item in keys)
-    return f"`hpc-train explain PART` lists those of {', '.join(parts)}"
+    return suggest_names(key, names, f"`hpc-train explain PART` lists those of {', '.join(parts)}")
 
 
 def list_related_keys(item: KeyReference) -> list[str]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
-from hpc_train.config.keys.overrides import format_changed_setting, suggest_names
+from hpc_train.config.keys.overrides import format_changed_setting
 from hpc_train.config.model import TransformerConfig, VisionTransformerConfig
 from hpc_train.config.parallel import Degrees, PipelineConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
+from hpc_train.near_names import suggest_names
 from hpc_train.schedules import generate
 from hpc_train.schedules.generate import REQUIREMENTS
 from hpc_train.schedules.validate import find_problem, find_runtime_problem

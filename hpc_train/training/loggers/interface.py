@@ -12,13 +12,13 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from hpc_train.errors import UserError
+from hpc_train.near_names import suggest_names
 from hpc_train.regular_files import read_regular, write_private_file
 
 ENTRY_POINTS = "hpc_train.loggers"
@@ -78,9 +78,7 @@ def check_loggers(names: Iterable[str]) -> None:
             raise UserError(f"loggers.use={name}: {library} is not installed; pip install {library}, or leave it out")
         offered = [] if name in _NAMES else sorted(filter(_NAME.fullmatch, entry_points(group=ENTRY_POINTS).names))
         if name not in (*_NAMES, *offered):
-            close_names = get_close_matches(name, [*_NAMES, *offered], n=1)
-            hint = f"did you mean '{close_names[0]}'?" if close_names else f"there are {', '.join([*_NAMES, *offered])}"
-            raise UserError(f"loggers.use={name}: no such logger; {hint}")
+            raise UserError(f"loggers.use={name}: no such logger; {suggest_names(name, [*_NAMES, *offered])}")
 
 
 def open_logger(name: str, run: LoggedRun) -> Logger:
