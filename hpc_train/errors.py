@@ -14,9 +14,22 @@ EXIT_REQUEUE = 75
 EXIT_NO_REQUEUE = 93
 """Do not run this job again: it would fail the same way."""
 
+SHOWN_POINTS = 3
+"""Points of a sweep that an error names."""
+
 
 class UserError(Exception):
     """Wrong input by the user. Its text is one line: what is wrong, where, and what to do instead."""
+
+
+class SweepError(UserError):
+    """A sweep directory was given where one run is expected. Its text names points, one of which to give."""
+
+    def __init__(self, name: str, points: Sequence[object], what: str = "one of them") -> None:
+        """points: run directories of points that can be given. what: which points those are."""
+        shown = ", ".join(map(str, points[:SHOWN_POINTS]))
+        more = f", ...; `hpc-train status {name}` lists all" if len(points) > SHOWN_POINTS else ""
+        super().__init__(f"{name}: is a sweep, not a run; give {what}: {shown}{more}")
 
 
 class MissingRanksError(UserError):

@@ -12,6 +12,8 @@ from omegaconf.errors import OmegaConfBaseException
 from hpc_train.errors import UserError
 from hpc_train.regular_files import read_regular
 
+POINTS_FILE = "points.jsonl"
+"""File by which a sweep directory is recognised; next to `points/`, which has the run directories."""
 _MOST_BYTES = 1 << 20
 """Maximum bytes of such a file; ours have about 5,000."""
 _MOST_DEPTH = 32

@@ -15,7 +15,7 @@ from typing import Any
 
 from hpc_train.config.plain_config import config_to_dict, config_to_yaml
 from hpc_train.config.run import RunConfig
-from hpc_train.config.run_file import load_run_file
+from hpc_train.config.run_file import POINTS_FILE, load_run_file
 from hpc_train.errors import UserError
 from hpc_train.regular_files import write_private_file
 from hpc_train.training.records.run_records import REQUEUE_MARKER, find_last_saved_step, read_metrics
@@ -196,6 +196,10 @@ def _check_is_run(directory: RunDirectory) -> None:
     """Raise UserError if the directory holds something else than a run; its files and its mode stay as they are."""
     names = {entry.name for entry in directory.path.iterdir()} if directory.path.is_dir() else set()
     names.discard(".lock")  # of the submission that makes it
+    if POINTS_FILE in names:
+        raise UserError(
+            f"run_dir={directory.path}: holds a sweep; choose a new directory, or that of one of its points"
+        )
     if names and not names & {"job.json", "logs", "checkpoints"}:
         raise UserError(f"run_dir={directory.path}: holds {min(names)} and no run; choose a new or an empty directory")
 

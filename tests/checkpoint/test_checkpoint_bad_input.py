@@ -59,6 +59,24 @@ def test_a_place_without_checkpoints(run: Path, terminal: Terminal, command: str
         assert "there is no checkpoint in it" in terminal.refused(*words(command, place))
 
 
+@pytest.mark.parametrize("command", OF_A_PLACE)
+def test_a_sweep_names_its_points(tmp_path: Path, terminal: Terminal, command: str) -> None:
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep/points.jsonl").touch()
+    no_point = "hpc-train: sweep: is a sweep, and no point of it has a checkpoint yet; see `hpc-train status sweep`\n"
+    assert terminal.refused(*words(command, "sweep")) == no_point
+    for name in ("b", "a", "begun"):
+        (tmp_path / "sweep/points" / name / "checkpoints").mkdir(parents=True)
+    assert terminal.refused(*words(command, "sweep")) == no_point
+    for name in ("b", "a"):
+        (tmp_path / "sweep/points" / name / "checkpoints/step-5").mkdir()
+    for place in ("sweep", "sweep/points"):
+        assert terminal.refused(*words(command, place)) == (
+            "hpc-train: sweep: is a sweep, not a run; give a point that has a checkpoint: "
+            "sweep/points/a, sweep/points/b\n"
+        )
+
+
 @pytest.mark.parametrize("command", OF_ONE_STEP)
 @pytest.mark.parametrize("place", ["run/checkpoints/step-5", "run/checkpoints/step-5/", "best", "best/"])
 def test_one_step_by_any_path(run: Path, terminal: Terminal, command: str, place: str) -> None:

@@ -204,6 +204,7 @@ PLACES = [
     ("train run_dir=a_file", "run_dir=.../a_file: File exists; choose a directory that can be written"),
     ("train run_dir=a_file/run", "run_dir=.../a_file/run: Not a directory; choose a directory that can be written"),
     ("train run_dir=notes", "run_dir=.../notes: holds notes.txt and no run; choose a new or an ..."),
+    ("train run_dir=a_sweep", "run_dir=.../a_sweep: holds a sweep; choose a new directory, or that of ..."),
     (
         "train run_dir=a_run optim.lr=0.5",
         "run_dir=.../a_run: holds another run: optim.lr is 0.5 and was 0.003; use a new run_dir, or the old values",
@@ -254,6 +255,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "a_file").write_text("not a token store\n")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "notes.txt").write_text("a few words\n")
+    (tmp_path / "a_sweep" / "logs").mkdir(parents=True)
+    (tmp_path / "a_sweep" / "points.jsonl").touch()
     config = compose([f"run_dir={tmp_path / 'a_run'}"])
     prepare_run_directory(locate_run_directory(config), config)
     (tmp_path / "a_run" / "checkpoints" / "step-1").mkdir(parents=True)

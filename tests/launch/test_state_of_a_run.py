@@ -295,5 +295,5 @@ def test_what_is_no_run_is_one_line(tmp_path: Path) -> None:
             find_points(name, Slurm())
     for index in range(2):
         Run(tmp_path / "points" / f"p{index}")
-    with pytest.raises(UserError, match="a sweep of 2 points"):
+    with pytest.raises(UserError, match=r"is a sweep, not a run; give one of them: .*/points/"):
         require_single(find_points(str(tmp_path), Slurm()), str(tmp_path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from hpc_train.checkpoint.errors import CheckpointError
@@ -15,7 +16,8 @@ from hpc_train.checkpoint.storage.step_directory import (
     locate_step,
     parse_step,
 )
-from hpc_train.errors import UserError
+from hpc_train.config.run_file import POINTS_FILE
+from hpc_train.errors import SHOWN_POINTS, SweepError, UserError
 
 _UNCOMMITTED = re.compile(r"step-([0-9]+)\.(tmp|trash)-.+")
 
@@ -70,9 +72,22 @@ def find_target(text: str) -> CheckpointTarget:
     for place in (*places, *(parent / WEIGHTS_FOLDER for parent in places)):
         if find_steps(place) or find_leftovers(place):
             return CheckpointTarget(place)
+    _refuse_sweep(text, path)
     raise UserError(
         f"{text}: there is no checkpoint in it; give the directory of a run, of its checkpoints or a step-<n>"
     )
+
+
+def _refuse_sweep(text: str, path: Path) -> None:
+    """Raise SweepError, naming points that have checkpoints, if the path is a sweep or the folder of its points."""
+    path, text = (path.parent, str(Path(text).parent)) if path.name == "points" else (path, text)
+    if not (path / POINTS_FILE).is_file() and not (path / "points").is_dir():
+        return
+    runs = sorted((path / "points").iterdir()) if (path / "points").is_dir() else []
+    saved = (Path(text, "points", run.name) for run in runs if find_steps(run / "checkpoints"))
+    if points := list(islice(saved, SHOWN_POINTS + 1)):
+        raise SweepError(text, points, "a point that has a checkpoint")
+    raise UserError(f"{text}: is a sweep, and no point of it has a checkpoint yet; see `hpc-train status {text}`")
 
 
 def find_named_step(path: Path) -> tuple[Path, int] | None:

@@ -19,13 +19,13 @@ from typing import Any
 
 from hpc_train.config.launch import LaunchConfig
 from hpc_train.config.run import RunConfig
+from hpc_train.config.run_file import POINTS_FILE
 from hpc_train.errors import UserError
 from hpc_train.launch.command_output import Report
 from hpc_train.launch.snapshot import code_sources
 from hpc_train.launch.snapshot import snapshot_files as files
 from hpc_train.launch.snapshot.snapshot_files import SnapshotEntry
 from hpc_train.launch.sweep import sweep_directory
-from hpc_train.launch.sweep.sweep_directory import POINTS_FILE
 from hpc_train.regular_files import read_text
 
 _MIB = 1 << 20

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.errors import UserError
+from hpc_train.errors import SweepError, UserError
 from hpc_train.launch.slurm import slurm_cli
 from hpc_train.launch.slurm.slurm_cli import UNKNOWN_JOB, RunClient
 from hpc_train.launch.sweep import sweep_directory
@@ -87,7 +87,7 @@ def require_single(points: Sequence[RunPoint], name: str) -> RunPoint:
     """Return the only point, for commands that take one run. Raises UserError if there are several."""
     if len(points) == 1:
         return points[0]
-    raise UserError(f"{name}: a sweep of {len(points)} points; give one of them, such as {points[0].run}")
+    raise SweepError(name, [point.run for point in points])
 
 
 def _find_point_of_sweep(sweep: SweepDirectory, path: Path) -> RunPoint:

@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpc_train.config.run_file import POINTS_FILE
 from hpc_train.errors import UserError
 from hpc_train.launch.job_spec import JobSpec, parse_spec, read_own_file
 from hpc_train.regular_files import MAX_TEXT_BYTES, append_line, parse_json_object, read_regular
-
-POINTS_FILE = "points.jsonl"
 
 
 @dataclass(frozen=True)
