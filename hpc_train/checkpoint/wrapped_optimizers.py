@@ -44,7 +44,7 @@ def _unwrap(optimizer: object) -> list[Optimizer]:
     """Return the optimizers in an object; the object itself where it holds no other."""
     if isinstance(optimizer, LRScheduler):
         raise UserError("optimizer= has a scheduler in it; save its state_dict() through extra=")
-    inner = [unwrapped for held in _list_inner(optimizer) for unwrapped in _unwrap(held)]
+    inner = [unwrapped for part in _list_inner(optimizer) for unwrapped in _unwrap(part)]
     if not isinstance(optimizer, Optimizer):
         if inner:
             return inner

@@ -110,10 +110,10 @@ def read_plan(path: Path, ranks: int) -> ChaosPlan:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{location}: cannot be read: {' '.join(str(error).split())[:200]}") from error
     _check_keys(content, ("minutes", "mttf_seconds", "kinds", "faults"), location)
-    minutes, mttf = (_positive(content.get(name), f"{location}: {name}") for name in ("minutes", "mttf_seconds"))
+    minutes, mttf = (_check_positive(content.get(name), f"{location}: {name}") for name in ("minutes", "mttf_seconds"))
     kinds = content.get("kinds", {**dict.fromkeys(KINDS, 1), "kill": 4, "stop": 2})
     _check_keys(kinds, KINDS, f"{location}: kinds")
-    weights = {kind: _positive(weight, f"{location}: kinds.{kind}") or 0.0 for kind, weight in kinds.items()}
+    weights = {kind: _check_positive(weight, f"{location}: kinds.{kind}") or 0.0 for kind, weight in kinds.items()}
     faults = content.get("faults", [])
     if not isinstance(faults, list):
         raise UserError(f"{location}: faults must be a list")
@@ -139,7 +139,7 @@ def _read_order(value: Any, ranks: int, location: str) -> Order:
         raise UserError(f"{location}: step {step}: {AT_START} happens before the first step of a start; leave step out")
     if "seconds" in value and value["kind"] not in LASTING_KINDS:
         raise UserError(f"{location}: seconds: only {', '.join(LASTING_KINDS)} last for a time; leave seconds out")
-    return Order(value["kind"], rank, step, _positive(value.get("seconds", 30), f"{location}: seconds") or 30.0)
+    return Order(value["kind"], rank, step, _check_positive(value.get("seconds", 30), f"{location}: seconds") or 30.0)
 
 
 def _check_keys(value: Any, names: Sequence[str] | Mapping[str, Any], location: str) -> None:
@@ -152,7 +152,8 @@ def _check_keys(value: Any, names: Sequence[str] | Mapping[str, Any], location: 
         raise UserError(f"{location}: no key {unknown[0][:80]!r}; {suggest_names(unknown[0], names)}")
 
 
-def _positive(value: Any, location: str) -> float | None:
+def _check_positive(value: Any, location: str) -> float | None:
+    """Return the number; None where there is none. Raises UserError for anything else."""
     from hpc_train.errors import UserError
 
     if value is None:

@@ -1,4 +1,8 @@
-"""Load each rank's share of every step, one step ahead, on a thread of its own."""
+"""Load each rank's share of every step, one step ahead, on a thread of its own.
+
+A `Loader` has no state: which samples a step has follows from the seed and the position in the run alone, so that a run
+may go on with another number of ranks and see exactly the samples that are left.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +54,9 @@ class Loader:
         dp_size: int,
         augment: bool = False,
     ) -> None:
-        """Start the thread. global_batch: samples of a step over all `dp_size` shares. micro_batch: samples of one part
-        of this share.
+        """Start the thread.
 
+        global_batch: samples of a step over all `dp_size` shares. micro_batch: samples of one part of this share.
         augment: draw a crop of each image, which depends on its position in the run; no effect on other data.
         """
         assert 0 <= dp_index < dp_size
@@ -126,7 +130,7 @@ class Loader:
 class SequentialLoader:
     """Loads each sample of a data set once, in the order of their indices; the last batch may be smaller.
 
-    For measuring a model on all of a data set: the order of training would begin again to fill its last batch.
+    For measuring a model on all of a data set. The order of training would begin again to fill its last batch.
     """
 
     def __init__(self, dataset: Dataset, global_batch: int, micro_batch: int) -> None:

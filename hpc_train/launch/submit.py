@@ -77,6 +77,7 @@ def submit_run(
     config, why = decide_auto_layout(config, nodes * config.cluster.ranks_per_node if nodes else None, report)
     ranks = node_count(config) * config.cluster.ranks_per_node
     folder = locate_run_directory(config)
+    # Both refuse much of what can be wrong, and make nothing yet: the snapshot is only stored below.
     code = snapshot_code(config, folder.path, report)
     request = make_request(config, folder, code).after(list_jobs_to_wait_for(after, run_client))
     if dry_run:
@@ -87,6 +88,7 @@ def submit_run(
     check_partition(config, request, run_client)
     # From here on Ctrl-C waits: between sbatch and the record of the job's number a job would be lost.
     with delay_signals(), transact_submission(folder.path):
+        # Under the lock: two commands could otherwise both find no job, and both submit one.
         refuse_unfinished_job(folder.path, run_client)
         with code.stored_for(folder.path) if code else nullcontext():
             freeze_run(config, ranks, report, folder, why, code)
@@ -121,7 +123,7 @@ def transact_submission(path: Path) -> Iterator[None]:
     a full disk.
     """
     check_owner(path)
-    new = [folder for folder in (path, *path.parents) if not folder.exists()]
+    new = [folder for folder in (path, *path.parents) if not folder.exists()]  # the deepest first, to be removed so
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)

@@ -123,6 +123,7 @@ def run_local_ranks(
     if done:
         output.print_result(done)
         return EXIT_DONE
+    # How often a run may start again is counted from here: a user who calls the command once more has decided anew.
     first = None
     # Each turn is one attempt of the run.
     while True:

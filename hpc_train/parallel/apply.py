@@ -163,6 +163,7 @@ def apply_techniques(part: nn.Module, config: RunConfig, world: World) -> Iterat
     fully_shard must find the final parameters and its hooks must run outside every wrapper.
     """
     parallel, degrees = config.parallel, resolve_degrees(config.parallel, world.size)
+    # What changes layers, while they still have the names and the classes that the model gave them.
     if parallel.sync_batchnorm or world.dp_size > 1:  # without sync_batchnorm it warns of layers that would need it
         from hpc_train.parallel.data_parallel.batch_norm import synchronise_batch_norm
 
@@ -179,6 +180,8 @@ def apply_techniques(part: nn.Module, config: RunConfig, world: World) -> Iterat
 
         yield convert_linear_layers(part, config.precision, world.device)
 
+    # What splits layers over ranks. Experts come first: tp leaves alone what is distributed already. The loss in chunks
+    # comes after tp, because it takes the place of the output layer that tp has split.
     if parallel.ep > 1:
         from hpc_train.parallel.expert.expert_parallel import apply_expert_parallel
 
@@ -200,6 +203,8 @@ def apply_techniques(part: nn.Module, config: RunConfig, world: World) -> Iterat
 
             yield share_sequences(part, config, world)
 
+    # What wraps the forward of whole blocks, each outside of the one before: the graph contains the recomputation, and
+    # activations are moved outside of the graph.
     if parallel.recompute.mode != "none":
         from hpc_train.parallel.memory.recompute import recompute_activations
 

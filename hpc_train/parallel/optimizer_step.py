@@ -353,6 +353,8 @@ class _WriterChoice:
 
 def _make_tensor_shard(name: str, tensor: Tensor, writers: _WriterChoice, world: World, borrowed: bool) -> TensorShard:
     copy_index, count = find_replica(tensor, world)
+    # Counted from the copy that was chosen to write, which becomes replica 0. A borrowed parameter is written by the
+    # stage that owns it, so none of its copies here is 0.
     replica = (copy_index - writers.next(count, tensor.numel())) % count + (count if borrowed else 0)
     shape = tuple(tensor.shape)
     if isinstance(tensor, DTensor):

@@ -47,7 +47,7 @@ def read_load(logs: Path) -> int | None:
 
 @dataclass(frozen=True)
 class LoadHistory:
-    """What has become of loads since ranks got through one."""
+    """Loads of checkpoints that ended the ranks, since the last one that did not."""
 
     ended: tuple[int, ...] = ()
     """Steps whose loads ended the starts before, oldest first."""

@@ -112,11 +112,12 @@ def start(task: Task, rank_map: RankMap, config: RunConfig) -> World:
     """
     degrees = resolve_degrees(config.parallel, task.processes)  # first: wrong degrees need no process group
     device = pick_device(task, config, rank_map.gpu)
+    # gloo and NCCL read their variables when the process group is made.
     _set_environment(task, config.cluster, device)
     apply_matmul_precision(config)
     rank = rank_map.process_to_rank[task.process]
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device)  # before anything allocates, or each rank also gets a context on GPU 0
     assert task.store is not None
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",

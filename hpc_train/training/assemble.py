@@ -42,6 +42,7 @@ def assemble_run(
     loader, validation = make_loader(config, data, world, augment=True), make_validation_loader(config, world)
     run = TrainingRun(config, world, directory, engine, loader, validation, steps, Reporter(directory, attempt), stop)
     run.copy_group = find_copy_group(config, engine, data)
+    # Rollbacks of earlier attempts: their samples are left out from the first step on.
     run.numbers.rollback.restore(_USER_ERRORS.run_on_rank_0(world, lambda: read_rollbacks(directory.path / ROLLBACKS)))
     run.numbers.guard.skip_samples(run.numbers.rollback.entries)
     resumed, lines = _resume(run, attempt)

@@ -49,6 +49,8 @@ def _run_steps_collecting(run: TrainingRun, collect: Callable[[int], None]) -> i
         step = train_step(run)
         validation = evaluate_if_due(run, step.stop)
         drop_lost_copies(run)
+        # The line comes first, so that metrics.jsonl has the step that ends a run. A save comes last: no checkpoint is
+        # made of numbers that are known to be wrong.
         report_step(run, step, validation)
         check_numbers(run, lambda: report_saves(run, run.wait_for_saves()))
         stopping = step.stop or run.evaluation.is_owed
@@ -62,6 +64,7 @@ def _run_steps_collecting(run: TrainingRun, collect: Callable[[int], None]) -> i
             run.observers.ledger.write(run.observers.heartbeat, run.step, due=saved)
         report_saves(run, run.saves.take_ended())
         collect(run.step)
+        # After the last step only a skipped evaluation is a reason to come back, and only if there is a checkpoint.
         owed = run.evaluation.is_owed and run.config.checkpoint.every > 0
         if stopping and (run.step < run.steps or owed):
             report_saves(run, run.wait_for_saves())

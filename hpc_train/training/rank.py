@@ -98,12 +98,14 @@ def _run_rank(
             from hpc_train.training.node_check import check_job_nodes
 
             check_job_nodes(config, world, task, directory, attempt)
+        # Data before the model: what is wrong with it shows in seconds, where a large model takes minutes to make.
         data = open_data(config, world)
         engine, parameters, notes = _build_engine(config, world)
         # Before resuming: no other job may change these checkpoints while they are read.
         with hold_lock(directory.checkpoints, world) if _does_save(config) else nullcontext() as lock:
             heartbeat.enter(Phase.LOAD)
             run = assemble_run(config, world, directory, attempt, stop, data, engine)
+            # Before the first save: it must know whether the lock is still ours.
             run.observers.heartbeat, run.saves.saver.lock = heartbeat, lock
             _attach_observers(run, task, attempt)
             with closing(run):

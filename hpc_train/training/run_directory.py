@@ -66,7 +66,7 @@ class RunDirectory:
 
     @property
     def events(self) -> Path:
-        """What has happened, in order; only appended to."""
+        """Events of the run in order, a line each; only appended to."""
         return self.path / "events.jsonl"
 
     @property

@@ -61,6 +61,7 @@ def train_step(run: TrainingRun) -> StepResult:
     updated = _update_unless_skipped(run, numbers, lr, gradient.replayed)
     clock.enter(StepPart.REST)
     run.steps_here += 1
+    # A wait for a save is the save's: in the step it would look like a slow rank.
     seconds = time.perf_counter() - started - gradient.waited
     _end_step(run, sums, len(batch.micro))
     _track_finite(run, numbers, updated)
@@ -199,6 +200,8 @@ def _track_finite(run: TrainingRun, numbers: StepNumbers, updated: bool) -> None
 
 def _fetch_batch(run: TrainingRun) -> StepBatch:
     batch = run.loader.batch(run.consumed_samples)
+    # These go along with the count of targets, in a sum over ranks that every step makes anyway (loss.StepTotals): so
+    # all ranks learn of a request to stop, and of a rank whose gradient was wrong, one step later and at no cost.
     batch.stop, batch.step, batch.norm = run.stop.requested, run.step, run.numbers.last_norm
     measure_every = run.config.train.noise_scale.every
     batch.measure = measure_every > 0 and (run.step + 1) % measure_every == 0
@@ -206,6 +209,7 @@ def _fetch_batch(run: TrainingRun) -> StepBatch:
 
 
 def _measure_noise(run: TrainingRun, sums: Sums, numbers: StepNumbers) -> None:
+    """Add the step's measurement, if it has one, to the gradient noise scale, and warn of a batch beyond it."""
     sample, batch = sums.sample, run.config.train.global_batch
     if sample is None or numbers.sample_square is None or sample.sequences >= batch or not math.isfinite(numbers.norm):
         return

@@ -54,7 +54,7 @@ def make_update_guard(config: RunConfig) -> UpdateGuard:
 
 @dataclass
 class Observers:
-    """What watches the run on this rank, each of them only if it is asked for, and what breaks it when ordered to."""
+    """Optional parts that watch the run on this rank, and the one that breaks it when ordered to."""
 
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     """Tells the agent of the node where this rank is."""
@@ -72,7 +72,7 @@ class Observers:
 
 @dataclass
 class NumberState:
-    """What is known of the run's numbers: which updates are skipped, and how far back they can be trusted."""
+    """State of the checks of the run's numbers: which updates are skipped, and how far back they can be trusted."""
 
     noise: NoiseScale
     guard: UpdateGuard

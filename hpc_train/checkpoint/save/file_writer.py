@@ -103,6 +103,7 @@ def list_extents(memory: memoryview, image: ShardImage, spans: Sequence[tuple[in
 
 
 _THREADS = 2
+"""Threads that write: while one waits for the disk, the other has its next chunk ready."""
 _AHEAD = 4
 """Maximum chunks that are being written or wait for it."""
 _PARTS = 16
@@ -236,7 +237,7 @@ def _write_chunks(
 
     chunks = list(_split_chunks(end, chunk))
     if len(chunks) == 1:
-        begin()
+        begin()  # nothing is hashed while the only chunk is written, so no thread would help
         digests = get_and_put(chunks[0])
     else:
         with ThreadPoolExecutor(_THREADS) as pool:

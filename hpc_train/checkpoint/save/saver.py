@@ -124,10 +124,12 @@ class Saver:
     _pending: _PendingSave | None = None
     _copy: TensorCopy | None = None
     _finished: deque[SaveResult] = field(default_factory=deque)
+    """Outcomes not taken yet. The save's thread appends and the training's takes: a deque needs no lock for that."""
     _group: dist.ProcessGroup | None = None
     _writers: WriterGroup | None = None
     _mpi: Intracomm | None = None
     _lost: bool = False
+    """The group of the saves has lost a rank, so that the next save needs another one."""
     _groups_made: int = 0
 
     def __post_init__(self) -> None:

@@ -75,6 +75,7 @@ class TensorCopy:
     """Tensors that must not change before the training has waited; checked then by their versions."""
     _queued: _GpuCopies | None
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while `_waiting_since` and `_copied` change together: a wait that begins as the copy ends counts once."""
     _copied: threading.Event = field(default_factory=threading.Event)
     _released: threading.Event = field(default_factory=threading.Event)
     """Set when the training has waited and may change the shards."""

@@ -1,1 +1,1 @@
-"""What one sample of a run is: cut from a stream of tokens, a document, several packed documents, or a mixture."""
+"""Kinds of samples: cut from a stream of tokens, one document each, several packed documents, or from a mixture."""

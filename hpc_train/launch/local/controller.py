@@ -35,6 +35,7 @@ from hpc_train.runtime.stop_request import STOP_SIGNALS, unblock_stop_signals
 from hpc_train.training.records.run_records import LOSS_ALLOWED
 
 _GRACE_SECONDS = 2.0
+"""How long the other tasks have, once one has failed, to end by themselves and to write down what they saw of that."""
 _POLL_SECONDS = 0.05
 
 

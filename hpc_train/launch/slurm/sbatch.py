@@ -94,6 +94,7 @@ def submit_job(folder: RunDirectory, request: JobRequest) -> list[str]:
     submission_environment(request)  # before anything is written
     jobs: list[str] = []
     make_submitit_directory(folder)
+    # submitit writes its files before it calls sbatch: where that refuses, what is new is removed.
     earlier = set(folder.submitit.glob("*"))
     try:
         for _ in range(request.chain):

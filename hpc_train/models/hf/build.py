@@ -18,6 +18,7 @@ _AUTO_CLASSES = {
     "seq2seq_lm": "AutoModelForSeq2SeqLM",
     "image_classification": "AutoModelForImageClassification",
 }
+"""Class of transformers that makes a model of a task (model.task)."""
 
 
 def build_hf_model(config: HfModelConfig, seed: int = 0) -> HfModel:

@@ -126,7 +126,7 @@ class PipelineEngine(UpdatingEngine):
         with nullcontext() if self._called else explain_first_call("in the first step of the pipeline"):
             schedule.step(*inputs, target=target, return_outputs=False)
         self._called = True
-        reduction = start_loss_sum(self._loss.sum, self._world)
+        reduction = start_loss_sum(self._loss.sum, self._world)  # meanwhile tied gradients are exchanged
         sum_tied_gradients(self._ties, self._world)
         for end in self._at_end:
             end()
@@ -166,6 +166,7 @@ class PipelineEngine(UpdatingEngine):
 
     def _get_schedule(self, inputs: Tensor, count: int, training: bool) -> Schedule:
         shape = (len(inputs) // count, *inputs.shape[1:])
+        # torch's stages remember the number and the shape of micro-batches, so each of them has a schedule of its own.
         key = (training, count, shape)
         if key not in self._schedules:
             example = torch.empty(shape, dtype=inputs.dtype, device="meta")

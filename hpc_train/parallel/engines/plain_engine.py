@@ -109,6 +109,7 @@ class PlainEngine(UpdatingEngine):
         self._scale_weights()
         self._warm_up(batch.micro[0])
         totals = StepTotals.start(batch, self._world)
+        # In float64, so that the order in which micro-batches and ranks are added does not show in the loss.
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._world.device)
         rank_loss = loss_sum
         scale, reduction, sample, experts = 0.0, None, None, None
@@ -116,7 +117,7 @@ class PlainEngine(UpdatingEngine):
         measure = batch.measure and self._can_measure(batch)
         self._masks.begin_step(batch)
         if self._balance is not None:
-            self._balance.begin_step(lambda: scale)
+            self._balance.begin_step(lambda: scale)  # a function: the scale is known after the first forward
         for index, micro in enumerate(batch.micro):
             self._masks.select(index)
             last = index == len(batch.micro) - 1
@@ -153,7 +154,11 @@ class PlainEngine(UpdatingEngine):
         return Sums(measured.loss, *totals.wait(), metrics=measured.metrics)
 
     def _warm_up(self, micro: MicroBatch) -> None:
-        """Run the backwards that are thrown away, once, so that a resumed run rounds as one that never stopped."""
+        """Run the backwards that are thrown away, once, so that a resumed run rounds as one that never stopped.
+
+        They must leave no other trace: neither in the random numbers nor in running statistics. Why they are needed is
+        in data_parallel/ddp.py.
+        """
         devices = [self._world.device] if self._world.device.type == "cuda" else []
         while self._warmup_backwards:
             with torch.random.fork_rng(devices), self._evaluation_mode(), self._wrapped.warm_up():
@@ -213,7 +218,11 @@ class PlainEngine(UpdatingEngine):
         return len(batch.micro) > 1 or (self._world.size > 1 and not sharded)
 
     def _sample_gradient(self, batch: StepBatch) -> GradientSample:
-        """Average the squared norm of the mean gradient of part of the batch over ranks that see different parts."""
+        """Average the squared norm of the mean gradient of part of the batch over ranks that see different parts.
+
+        With one micro-batch that is this rank's own gradient before its reduction; with several it is the first one's,
+        which is scaled as a part of the global batch and therefore divided by its share of it.
+        """
         rows = [len(micro.targets) for micro in batch.micro]
         fraction = rows[0] / sum(rows)
         sharded = self._wrapped.is_sharded

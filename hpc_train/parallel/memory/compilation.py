@@ -40,6 +40,8 @@ def compile_blocks(part: nn.Module, config: RunConfig, world: World) -> str:
     split = get_axis_degree(world, "tp") > 1
     if split:
         from hpc_train.parallel.tensor.local_parameters import read_parameters_first
+    # From the inside to the outside: the graph, the watch for its breaks, and the reads of parameters, which the graph
+    # must not contain.
     for block in blocks:
         replace_forward(block, partial(_compile, graphs=graphs))
         replace_forward(block, partial(report_fallbacks, type(block).__name__, reported=reported))

@@ -134,7 +134,7 @@ class _Piece:
 
 @dataclass
 class _Route:
-    """What this rank sends and receives in an all-to-all: pieces in order of the other rank, and elements for each."""
+    """Pieces that this rank sends and receives in an all-to-all, by the other rank, and their numbers of elements."""
 
     sent: list[_Piece] = field(default_factory=list)
     received: list[_Piece] = field(default_factory=list)

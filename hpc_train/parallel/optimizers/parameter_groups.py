@@ -118,7 +118,7 @@ def make_groups(
 
 @dataclass(frozen=True)
 class ParameterGroupKey:
-    """What parameters of one group have in common."""
+    """Settings that all parameters of a group share."""
 
     weight_decay: float
     lr_factor: float

@@ -10,16 +10,17 @@ from hpc_train.errors import UserError
 from hpc_train.interfaces import Model
 
 _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
-    "col": (nn.Linear,),
-    "row": (nn.Linear,),
-    "vocab": (nn.Linear, nn.Embedding),
-    "seq": (nn.Module,),
-    "heads": (nn.Module,),
-    "enter": (nn.Identity,),
-    "attention": (nn.Module,),
-    "head_bias": (nn.Embedding,),
-    "expert": (nn.Module,),
+    "col": (nn.Linear,),  # each rank computes some of the outputs
+    "row": (nn.Linear,),  # each rank computes with some of the inputs; the results are summed
+    "vocab": (nn.Linear, nn.Embedding),  # each rank has some of the tokens
+    "seq": (nn.Module,),  # each rank runs the whole module on its own positions
+    "heads": (nn.Module,),  # each rank runs the whole module, such as a norm of queries, on its own heads
+    "enter": (nn.Identity,),  # where an activation that all heads share passes to the heads of each rank
+    "attention": (nn.Module,),  # code that must count this rank's heads only
+    "head_bias": (nn.Embedding,),  # a column for each head, of which each rank returns its own
+    "expert": (nn.Module,),  # a mixture of experts, the width of each of which is split
 }
+"""How a module may be split, and which modules can be."""
 
 
 def read_tensor_plan(part: nn.Module, *, whole_model: bool) -> dict[str, str]:

@@ -36,7 +36,7 @@ class LayerActivations:
     """Further bytes that the backward of one layer needs: gradients, and activations that are recomputed."""
     recomputed: Column
     """Bytes of activations that backward recomputes; 0 without recomputation."""
-    whole: Column
+    unrecomputed: Column
     """Bytes that forward would store without recomputation."""
 
 
@@ -62,7 +62,7 @@ def layer_activations(jobs: Jobs, constants: Constants, tokens: Column) -> Layer
         stored=tokens * stored * constants.activations,
         working=tokens * (wide_gradient + gathered) * constants.activations + recomputed,
         recomputed=recomputed,
-        whole=tokens * everything * constants.activations,
+        unrecomputed=tokens * everything * constants.activations,
     )
 
 
@@ -165,7 +165,7 @@ def asynchronous_working(jobs: Jobs, tokens: Column) -> Column:
 
 
 def feed_forward_activations(jobs: Jobs, tokens: Column) -> Column:
-    """Return the part of LayerActivations.whole that the feed-forward half keeps, for hpc_train's own models."""
+    """Return the part of LayerActivations.unrecomputed that the feed-forward half keeps, for hpc_train's own models."""
     item, hidden = jobs.activation_bytes, jobs.hidden
     between, norms = _norm_bytes(jobs)
     widened = choose(jobs.gated > 0, 3 + (jobs.fused_elementwise == 0), 2.0) * jobs.feed_forward / jobs.tp * item

@@ -266,7 +266,7 @@ def _activation_bytes(jobs: Jobs, constants: Constants, tokens: Column) -> tuple
     # DeepSpeed's pipeline keeps each stage's outputs, and room for their gradients, for every micro-batch in flight.
     moved, piped = jobs.offload_activations > 0, jobs.pp > 1
     ends = tokens * jobs.hidden * jobs.activation_bytes * np.where(piped & (moved | (jobs.stack == DEEPSPEED)), 2.0, 0)
-    block_activations = layer.whole * (jobs.recompute == 0)
+    block_activations = layer.unrecomputed * (jobs.recompute == 0)
     alive = alive + np.where(moved, block_activations + stored, 0.0)  # stored: what comes back for the layer before
     split = list(zip((layers.first, layers.middle, layers.last), counts, strict=True))
     total = stack_stages(*(stored * each * count for each, count in split))

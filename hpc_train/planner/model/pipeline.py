@@ -1,4 +1,4 @@
-"""What a pipeline holds at the moments of a step: micro-batches in flight, and the moments at which memory may peak.
+"""The memory of a pipeline in the course of a step: micro-batches in flight, and moments at which memory may peak.
 
 micro_batches_in_flight is a closed form for all schedules. peak_moments lists the moments at which memory may peak; for
 schedules that split backward it walks through their real order.
@@ -44,7 +44,7 @@ _MULTIPLES = np.array([_IN_FLIGHT[name] for name in SCHEDULES], np.float64).T
 
 @dataclass(frozen=True)
 class Pipelines:
-    """What decides the moments of a pipeline's step, [n]: columns of Jobs by the same names."""
+    """The columns of Jobs, [n], that decide in which order a pipeline computes."""
 
     schedule: Column
     pp: Column

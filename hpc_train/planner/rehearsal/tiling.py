@@ -78,8 +78,8 @@ class Tiling:
         """
         cuts: list[tuple[str, ...]] = []
         intervals: list[tuple[Interval, ...]] = []
-        for whole, size, axes, pieces in zip(self.shape, shape, self.cuts, self.intervals, strict=True):
-            splits, block = size == whole or size > 1, whole // size
+        for full_size, size, axes, pieces in zip(self.shape, shape, self.cuts, self.intervals, strict=True):
+            splits, block = size == full_size or size > 1, full_size // size
             cuts.append(axes if splits else ())
             intervals.append(
                 tuple((begin // block, length // block) for begin, length in pieces) if splits else ((0, 1),)

@@ -1,4 +1,4 @@
-"""What a model's shape and its batch allow of the degrees of tp, cp and ep.
+"""Limits that a model's shape and its batch set on the degrees of tp, cp and ep.
 
 These are the conditions of parallel.rules as numbers, so that a search lists only degrees that the trainer can run.
 """

@@ -38,7 +38,7 @@ class WentBack(IncompleteRun):
 
 @dataclass
 class RollbackState:
-    """What a run knows about its good checkpoints, across attempts; the same on every rank."""
+    """The good checkpoints of a run, and its rollbacks, across attempts; the same on every rank."""
 
     good_after: int
     """Finite steps in a row that make the checkpoint before them good."""

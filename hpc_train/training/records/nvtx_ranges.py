@@ -15,7 +15,7 @@ from hpc_train.step_clock import StepPart
 
 
 class Ranges(Protocol):
-    """What torch.cuda.nvtx offers."""
+    """The part of torch.cuda.nvtx that is used here."""
 
     def range_push(self, msg: str) -> object:
         """Begin a range inside the current one."""

@@ -81,7 +81,7 @@ class _Parser:
         self.devices: dict[str, SubnetDevice] = {}
         self.system: str | None = None
         self.current: SubnetDevice | None = None
-        self.known: dict[str, str] = {}
+        self.texts: dict[str, str] = {}
         """Ids, names and rates by themselves: a large dump has each many times, and one string for all saves memory."""
         self.names_in = {True: False, False: False}
         """Whether port lines, and whether headers, have names in this file."""
@@ -158,8 +158,8 @@ class _Parser:
             self.take(match.string.strip(), number)  # says what is wrong
             return
         self.names_in[True] = True
-        known = self.known.setdefault
-        cable = CableEnd(known(far, far), int(far_port), number, known(far_name, far_name), known(rate, rate))
+        share = self.texts.setdefault
+        cable = CableEnd(share(far, far), int(far_port), number, share(far_name, far_name), share(rate, rate))
         self._add_cable(device, port, cable, number)
 
     def _add_cable(self, device: SubnetDevice, port: int, cable: CableEnd, number: int) -> None:

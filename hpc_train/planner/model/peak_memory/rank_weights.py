@@ -1,4 +1,4 @@
-"""What a rank of hpc_train holds of a model's weights: parameters, gradients and optimizer state, whole and in shards.
+"""Bytes that a rank of hpc_train has of a model's weights: parameters, gradients and optimizer state, whole or sharded.
 
 For the first rank of a pipeline, a middle one and the last. What is sharded, gathered and how long follows the
 trainer's own rules (traffic.sharding). Nothing here changes within a step; peak_memory.py adds the sizes up at the
@@ -124,7 +124,7 @@ class RankState:
 
 def count_state(jobs: Jobs, weights: RankWeights) -> RankState:
     """Count the bytes of parameters, gradients and optimizer state."""
-    whole = weights.trained * jobs.gradient_bytes
+    whole_gradients = weights.trained * jobs.gradient_bytes
     sharded = weights.trained_without_ep * jobs.gradient_bytes / weights.shards
     # ddp's buckets hold a step's gradients from the start. Those of all micro-batches but the last are kept besides,
     # until the last backward copies them there (torch, reducer.cpp: mark_variable_ready_dense).
@@ -139,9 +139,9 @@ def count_state(jobs: Jobs, weights: RankWeights) -> RankState:
     return RankState(
         parameters=weights.without_ep * jobs.weight_bytes / weights.shards * (jobs.offload < 2),
         optimizer=weights.trained_without_ep * jobs.optimizer_bytes / weights.shards * (jobs.offload == 0),
-        whole_gradients=whole,
+        whole_gradients=whole_gradients,
         sharded_gradients=sharded,
-        unreduced_gradients=choose(keeps_gradients(jobs.zero), whole, sharded),
+        unreduced_gradients=choose(keeps_gradients(jobs.zero), whole_gradients, sharded),
         accumulated=weights.trained * choose(outside, jobs.gradient_bytes, 0.0),
         sends_gradients=sends if np.any(sends) else None,
         unsent_sums=unsent_sums,

@@ -114,16 +114,16 @@ class _MomentMemory:
     """Whether the rank has input gradients without their weight gradients; None if no job has."""
 
 
-def _count_moment(sizes: StepSizes, moment: PipelineMoment, known: _MomentMemory | None = None) -> _MomentMemory:
-    """known: memory at a moment with the same gradients; None: there is none."""
+def _count_moment(sizes: StepSizes, moment: PipelineMoment, like: _MomentMemory | None = None) -> _MomentMemory:
+    """Count the memory at one moment. like: that at a moment with the same gradients, if it has been counted."""
     block = sizes.block
     stored = _count_stored(block, sizes.weights.stages, moment)
     between = moment.input_done + moment.input_done_last > 0
     has_inputs = between if np.any(between) else None
-    gradients = known.gradients if known else _count_gradients(sizes, moment)
+    gradients = like.gradients if like else _count_gradients(sizes, moment)
     return _MomentMemory(
         gradients=gradients,
-        state=known.state if known else sizes.state.parameters + gradients + sizes.state.optimizer,
+        state=like.state if like else sizes.state.parameters + gradients + sizes.state.optimizer,
         on_device=choose(block.offloaded, 0.0, stored) if block.any_offloaded else stored,
         waiting=_count_waiting(sizes, moment, has_inputs is not None),
         has_inputs=has_inputs,

@@ -74,7 +74,7 @@ def _size_blocks(jobs: Jobs, constants: Constants, weights: RankWeights) -> Bloc
     offloaded = jobs.offload_activations > 0
     freed_before = choose(offloaded, 0.0, np.maximum(layer.stored - hidden, 0))
     # Activations that come back from the host: all of the layer in backward, and those of the one before it.
-    fetched = (layer.whole * (jobs.recompute == 0) + layer.stored) * offloaded
+    fetched = (layer.unrecomputed * (jobs.recompute == 0) + layer.stored) * offloaded
     widest = _size_widest_gradient(jobs, weights)
     computing = layer.working + fetched + widest + asynchronous_working(jobs, tokens)
     complete = weights.block * weights.trained_share * jobs.activation_bytes + 2 * hidden - freed_before
