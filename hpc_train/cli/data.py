@@ -119,9 +119,9 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
         "source",
         metavar="SOURCE",
         nargs="+",
-        help="file or folder of text, JSON Lines (also .gz, .zst), CSV, Parquet or Arrow, a folder saved "
-        "by `datasets`, or the word stdlib for Python's own sources; or folders whose sub-folders are classes of "
-        "images, or tars of WebDataset; recognised by content",
+        help="file or folder of text, JSON Lines (also .gz, .zst), a JSON array of objects, CSV, Parquet or "
+        "Arrow, a folder saved by `datasets`, or the word stdlib for Python's own sources; or folders whose "
+        "sub-folders are classes of images, or tars of WebDataset; recognised by content",
     )
     parser.add_argument(
         "--tokenizer",

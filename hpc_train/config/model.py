@@ -296,12 +296,12 @@ class TokenDataConfig(DataConfig):
     separator: int | None = config_field(default=None, ge=0)
     """Token that ends a document in a token file that does not say where documents begin."""
     sources: list[str] = config_field(default=[])
-    """Files or folders of text, JSON Lines (plain, gzip, zstd), CSV, Parquet or Arrow, recognised by content; the word
-    `stdlib` stands for the source code of the running Python's standard library."""
+    """Files or folders of text, JSON Lines (plain, gzip, zstd), JSON arrays of objects, CSV, Parquet or Arrow,
+    recognised by content; the word `stdlib` stands for the source code of the running Python's standard library."""
     suffixes: list[str] = config_field(default=[".py", ".txt", ".md", ".rst"])
     """Files taken from a folder; if it has none of them, its files of records are taken."""
     column: str | None = None
-    """Column of JSON Lines, CSV, Parquet and Arrow to read; None: text, or messages for a chat."""
+    """Column of JSON, CSV, Parquet and Arrow to read; None: text, or messages for a chat."""
     chat: bool = False
     """Records are conversations for the tokenizer's chat template; only the assistant's turns count in the loss."""
     tokenizer: str = "byte"

@@ -22,7 +22,7 @@ from hpc_train.data.corpus import documents
 from hpc_train.data.corpus.build import StoreRecipe, build_from_recipe
 from hpc_train.data.corpus.sources import find_source_files
 from hpc_train.data.corpus.text_files import recognise_files
-from hpc_train.data.readers import json_lines, records
+from hpc_train.data.readers import json_array, json_lines, records
 from hpc_train.data.readers.records import MAX_RECORD_BYTES, Span
 from hpc_train.data.token_store import TokenStore
 from hpc_train.errors import EXIT_USER_ERROR, UserError
@@ -83,12 +83,15 @@ def write_arrow_stream(path: Path) -> None:
         file.write_table(table, max_chunksize=50)
 
 
-FORMATS: list[tuple[str, Callable[[Path], None]]] = [
+FORMATS: list[tuple[str, Callable[[Path], object]]] = [
     ("a.jsonl", write_json_lines),
     ("a.txt", write_json_lines),
     ("a.jsonl.gz", write_gzip),
     ("a.dat", write_gzip),
     ("a.jsonl.zst", write_zstd),
+    ("a.json", write_json_lines),
+    ("a.json", lambda path: path.write_text(json.dumps(rows(), indent=2))),
+    ("a.json", lambda path: path.write_bytes(b"\xef\xbb\xbf" + json.dumps(rows()).encode())),
     ("a.csv", write_csv),
     ("a.tsv", lambda path: write_csv(path, "\t")),
     ("a.csv", lambda path: write_csv(path, ";")),
@@ -102,11 +105,12 @@ FORMATS: list[tuple[str, Callable[[Path], None]]] = [
 @pytest.mark.parametrize(("name", "write"), FORMATS, ids=range(len(FORMATS)))
 @pytest.mark.parametrize("part_bytes", [300, records.PART_BYTES])
 def test_every_format_gives_the_documents(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, write: Callable[[Path], None], part_bytes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, write: Callable[[Path], object], part_bytes: int
 ) -> None:
     """In parts of a few records as well as in one."""
     for module in (records, json_lines, documents):
         monkeypatch.setattr(module, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(json_array, "_CHUNK", part_bytes // 100)
     write(tmp_path / name)
     store = build_store([str(tmp_path / name)], [], "byte", 256, tmp_path / "out.h5")
     assert bytes(store.tokens.astype(np.uint8)) == EXPECTED
@@ -218,9 +222,13 @@ BAD: list[tuple[str, Callable[[Path], object], str]] = [
     ("a.jsonl", lambda path: path.write_text('{"text": ' + "[" * 100_000), "a.jsonl:1: not JSON"),
     ("a.jsonl", lambda path: path.write_text('{"text": "a"}\n{"text": "b", "text": "c"}\n'), "a.jsonl:2: has several"),
     ("a.csv", lambda path: path.write_text("text,b\na,b\na,b,c\n"), "a.csv:3: 3 columns but the header has 2"),
-    ("a.csv", lambda path: path.write_text('text,b\n"a,b\n'), "a.csv:2: unexpected end of data; expected a table"),
-    ("a.csv", lambda path: path.write_text('b,text\n1,"a\n2,b\n3,c\n'), "a.csv:4: unexpected end of data; expected"),
-    ("a.csv", lambda path: path.write_text('b,text\n1,"a"b\n'), "a.csv:2: ',' expected after '\"'; expected a table"),
+    ("a.csv", lambda path: path.write_text('text,b\n"a,b\n'), "a.csv:2: unexpected end of data; close each quote"),
+    ("a.csv", lambda path: path.write_text('b,text\n1,"a\n2,b\n3,c\n'), "a.csv:4: unexpected end of data; close"),
+    (
+        "a.csv",
+        lambda path: path.write_text('b,text\n1,"a"b\n'),
+        "a.csv:2: ',' expected after '\"'; close each quote that",
+    ),
 ]
 
 
@@ -244,12 +252,18 @@ print(code, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
-def test_a_line_of_ten_gigabytes_is_refused_and_not_read(tmp_path: Path, packed: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "start", "says"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n{"text": "', "a.jsonl:2: a line of more than 64 MiB"),
+        ("a.gz", b'{"text": "a"}\n{"text": "', "a.gz:2: a line of more than 64 MiB"),
+        ("a.json", b'[{"text": "a"}, {"text": "', "a.json:1: not JSON (Invalid control character at"),
+    ],
+)
+def test_a_line_of_ten_gigabytes_is_refused_and_not_read(tmp_path: Path, name: str, start: bytes, says: str) -> None:
     """A sparse file, and 4 GB of zeros in a gzip file of 4 MB that begins as JSON Lines."""
-    path = tmp_path / "a.jsonl"
-    start = b'{"text": "a"}\n{"text": "'
-    if packed:
+    path = tmp_path / name
+    if name == "a.gz":
         block = gzip.compress(b"a" * (64 << 20), 1)
         path.write_bytes(gzip.compress(start) + block * 64)
     else:
@@ -259,8 +273,33 @@ def test_a_line_of_ten_gigabytes_is_refused_and_not_read(tmp_path: Path, packed:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     code, kilobytes = map(int, done.stdout.split())
     assert code == EXIT_USER_ERROR
-    assert "a.jsonl:2: a line of more than 64 MiB" in done.stderr
+    assert says in done.stderr
     assert kilobytes < (8 * MAX_RECORD_BYTES) >> 10
+
+
+def test_an_array_of_many_objects_is_read_in_the_memory_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one line; an object that does not end is refused when as much of it was read as a record may have."""
+    monkeypatch.setattr(json_array, "_CHUNK", 1000)
+    monkeypatch.setattr(json_array, "MAX_RECORD_BYTES", 8000)
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"text": "a\u00e9" * 300}] * 3000, ensure_ascii=False))
+    whole = path.read_text()
+    longest = 0
+
+    class Watched(json_array._ArrayParser):
+        def _read_more(self) -> None:
+            nonlocal longest
+            super()._read_more()
+            longest = max(longest, len(self._text))
+
+    monkeypatch.setattr(json_array, "_ArrayParser", Watched)
+    span = Span(0, path.stat().st_size)
+    assert sum(len(record.value) for record in json_array.read_json_array(path, span, "text")) == 600 * 3000
+    assert longest < 8000
+    path.write_text(whole[:-3] + 900_000 * "b")
+    with pytest.raises(UserError, match=r"a\.json:1: no object ends within"):
+        list(json_array.read_json_array(path, span, "text"))
+    assert longest < 40_000
 
 
 def test_lines_are_read_once_whatever_the_spans(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ _NOT_STDLIB = frozenset({"site-packages", "dist-packages"})
 """Folders inside that of the standard library that hold installed packages."""
 _SURELY_RECORDS = tuple(suffix for suffix in RECORD_SUFFIXES if suffix not in (".csv", ".tsv"))
 KINDS = (
-    "text, JSON Lines (plain, gzip, zstd), CSV, Parquet, Arrow, folders saved by `datasets`, and images in folders "
-    "or tars"
+    "text, JSON Lines (plain, gzip, zstd), JSON arrays of objects, CSV, Parquet, Arrow, folders saved by `datasets`, "
+    "and images in folders or tars"
 )
 """Kinds of files that a corpus can be made of, for messages."""
 log = logging.getLogger(__name__)

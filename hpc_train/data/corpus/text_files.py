@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hpc_train.data.corpus.sources import KINDS, SourceFile, is_of_stdlib
 from hpc_train.data.readers.formats import recognise_format
+from hpc_train.data.readers.json_array import explain_unread_json
 from hpc_train.data.readers.records import FileSample
 from hpc_train.errors import UserError
 from hpc_train.regular_files import open_to_read
@@ -70,7 +71,7 @@ _ENDINGS = {
         (".gz", ".zst", ".xz", ".bz2", ".lz4", ".zip", ".7z", ".rar", ".tar", ".tgz"), f"is packed: {_UNPACK}"
     ),
 }
-_TEXT_ENDINGS = frozenset({".csv", ".tsv", ".psv", ".jsonl", ".ndjson"})
+_TEXT_ENDINGS = frozenset({".csv", ".tsv", ".psv", ".jsonl", ".ndjson", ".json"})
 _WIDE = (
     (codecs.BOM_UTF32_LE, "UTF-32"),
     (codecs.BOM_UTF32_BE, "UTF-32"),
@@ -114,6 +115,8 @@ def _recognise(path: Path) -> tuple[str | None, str | None]:
     head, windows = _read_samples(path)
     if path.suffix.lower() in _TEXT_ENDINGS and (encoding := _find_wide(head)) is not None:
         return None, encoding  # before the formats: Python's json guesses encodings, and fails at the end of a line
+    if (problem := explain_unread_json(path, head)) is not None:
+        return None, problem
     if (format := recognise_format(FileSample(path, head, tuple(windows)))) is not None:
         return format.name, None
     ending = _ENDINGS.get(path.suffix.lower())
@@ -121,7 +124,7 @@ def _recognise(path: Path) -> tuple[str | None, str | None]:
         return None, "is empty: leave it out"
     if ending is not None:
         return None, ending
-    packed = _find_packed(head, windows) or _find_wide(head) or _find_array(path, head)
+    packed = _find_packed(head, windows) or _find_wide(head)
     return None, packed or _find_undecodable([head, *windows])
 
 
@@ -149,14 +152,6 @@ def _find_packed(head: bytes, windows: list[bytes]) -> str | None:
         return f"is an archive (tar): {_UNPACK}"
     if len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5:
         return "is a Python pickle"
-    return None
-
-
-def _find_array(path: Path, head: bytes) -> str | None:
-    """Detect a JSON array of objects, which would be trained on as one text with its brackets and keys."""
-    start = head.removeprefix(codecs.BOM_UTF8).lstrip()
-    if path.suffix.lower() == ".json" and start.startswith(b"[") and start[1:].lstrip().startswith(b"{"):
-        return "is a JSON array: write one object per line (jq -c '.[]' FILE > FILE.jsonl)"
     return None
 
 

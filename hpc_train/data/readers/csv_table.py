@@ -92,7 +92,10 @@ def _read_rows(rows: csv._reader, path: Path, column: str) -> Iterator[Record]: 
                 )
             yield Record(rows.line_num, row[index])
     except csv.Error as error:
-        raise UserError(f"{path}:{rows.line_num}: {first_line(error)}; expected a table with quoted fields") from error
+        raise UserError(
+            f"{path}:{rows.line_num}: {first_line(error)}; close each quote that opens a field, and double those "
+            'within one ("a ""b""")'
+        ) from error
 
 
 def _find_delimiter(head: bytes, path: Path) -> str:

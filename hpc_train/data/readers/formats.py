@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from hpc_train.data.readers.arrow import matches_arrow, read_arrow, split_arrow
 from hpc_train.data.readers.csv_table import describe_csv_row, matches_csv, read_csv, split_csv
+from hpc_train.data.readers.json_array import (
+    describe_element,
+    matches_json_array,
+    read_json_array,
+    split_json_array,
+)
 from hpc_train.data.readers.json_lines import (
     describe_json_line,
     matches_json_lines,
@@ -23,6 +29,7 @@ def list_formats() -> tuple[RecordFormat, ...]:
         RecordFormat("parquet", matches_parquet, split_parquet, read_parquet, describe_row, fills=True),
         RecordFormat("arrow", matches_arrow, split_arrow, read_arrow, describe_row, fills=True),
         RecordFormat("json_lines", matches_json_lines, split_json_lines, read_json_lines, describe_json_line),
+        RecordFormat("json_array", matches_json_array, split_json_array, read_json_array, describe_element),
         RecordFormat("csv", matches_csv, split_csv, read_csv, describe_csv_row),
     )
 

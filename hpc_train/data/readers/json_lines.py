@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -38,7 +39,9 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 def matches_json_lines(sample: FileSample) -> bool:
     """Return whether the first lines are JSON objects; of a file whose name says so, the first line is enough."""
-    named, compressed = not _SUFFIXES.isdisjoint(Path(sample.path.name.lower()).suffixes), is_compressed(sample.head)
+    name, compressed = sample.path.name.lower(), is_compressed(sample.head)
+    # explain_unread_json has refused a .json file whose first line is not an object.
+    named = not _SUFFIXES.isdisjoint(Path(name).suffixes) or name.endswith((".json", ".json.gz", ".json.zst"))
     head = read_unpacked_head(sample.path, _HEAD_BYTES) if compressed else sample.head
     if head is None:
         return named  # reading it in earnest says what is damaged
@@ -73,11 +76,8 @@ def read_json_lines(path: Path, span: Span, column: str, beside: str | None = No
     lines = _read_numbered_lines(path) if compressed else _read_lines_of_span(path, span)
     for place, line in lines:
         if stripped := line.removeprefix(_MARK).strip():
-            record = _parse_record(path, place, stripped, column)
-            content = Record(place, _find_value(path, place, record, column), find_field(record, beside))
-            if _SURROGATE.search(stripped):
-                _check_characters(path, content)
-            yield content
+            where = partial(describe_json_line, path, place)
+            yield make_record(where, place, stripped, _parse_object(where, stripped, column), column, beside)
 
 
 def describe_json_line(path: Path, place: int) -> str:
@@ -89,45 +89,49 @@ def describe_json_line(path: Path, place: int) -> str:
         return f"{path}:{1 + _count_line_ends(file, place)}"
 
 
-def _parse_record(path: Path, place: int, line: bytes, column: str) -> dict[str, Any]:
+def make_record(
+    where: Callable[[], str], place: int, text: bytes, value: dict[str, Any], column: str, beside: str | None
+) -> Record:
+    """Return the columns of an object that was parsed from `text`. where: says where it is, for a UserError."""
+    head, fields = split_column(column, value)
+    if text.count(name := json.dumps(head).encode()) > 1:
+        _refuse_repeated_key(where, text, name)
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        where = describe_json_line(path, place)
-        raise UserError(one_line(f"{where}: not JSON ({error}); expected one object per line")) from error
-    if not isinstance(record, dict):
-        where = describe_json_line(path, place)
-        raise UserError(f"{where}: not an object; expected one per line, such as {{{json.dumps(column)}: ...}}")
-    if line.count(name := json.dumps(split_column(column, record)[0]).encode()) > 1:
-        _refuse_repeated_key(path, place, line, name)
+        record = Record(place, get_field(value[head], fields), find_field(value, beside))
+    except KeyError:
+        raise refuse_missing_column(where(), column, list_fields(value)) from None
+    if _SURROGATE.search(text):
+        _check_characters(where, record)
     return record
 
 
-def _refuse_repeated_key(path: Path, place: int, line: bytes, name: bytes) -> None:
+def _parse_object(where: Callable[[], str], line: bytes, column: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(one_line(f"{where()}: not JSON ({error}); expected one object per line")) from error
+    if not isinstance(record, dict):
+        raise UserError(f"{where()}: not an object; expected one per line, such as {{{json.dumps(column)}: ...}}")
+    return record
+
+
+def _refuse_repeated_key(where: Callable[[], str], line: bytes, name: bytes) -> None:
     """Raise UserError if an object has a key twice, because JSON readers would silently take the last one."""
     key: str = json.loads(name)
     pairs = json.loads(line, object_pairs_hook=list)
     if sum(pair[0] == key for pair in pairs) > 1:
-        raise refuse_repeated_column(describe_json_line(path, place), key)
+        raise refuse_repeated_column(where(), key)
 
 
-def _check_characters(path: Path, record: Record) -> None:
+def _check_characters(where: Callable[[], str], record: Record) -> None:
     """Raise UserError for half of a character in a record's values: no encoding has it, so it would become another."""
     try:
         json.dumps(record[1:], ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            f"{describe_json_line(path, record.place)}: has half of a character in it (\\ud800 to \\udfff alone); "
+            f"{where()}: has half of a character in it (\\ud800 to \\udfff alone); "
             "write the whole character, or leave it out"
         ) from error
-
-
-def _find_value(path: Path, place: int, record: dict[str, Any], column: str) -> Any:
-    head, fields = split_column(column, record)
-    try:
-        return get_field(record[head], fields)
-    except KeyError:
-        raise refuse_missing_column(describe_json_line(path, place), column, list_fields(record)) from None
 
 
 def _read_lines_of_span(path: Path, span: Span) -> Iterator[tuple[int, bytes]]:
