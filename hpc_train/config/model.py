@@ -30,7 +30,7 @@ class ExpertsConfig:
     count: int = config_field(default=0, ge=0)
     """Routed experts of a layer; 0: every feed-forward layer is dense."""
     top_k: int = config_field(default=2, ge=1)
-    """Routed experts that compute a token. Of equal scores the expert with the lower index goes first."""
+    """Routed experts that compute a token. If two scores are equal, the expert with the lower index is chosen."""
     feed_forward: int | None = config_field(default=None, ge=1)
     """Width of an expert; None: model.feed_forward."""
     shared: int = config_field(default=0, ge=0)

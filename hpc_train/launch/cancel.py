@@ -282,7 +282,7 @@ def cancel_jobs(options: Sequence[str], jobs: Sequence[str], ask: RunClient) -> 
     """Cancel these jobs. Raises UserError, unless they have already ended."""
     for first in range(0, len(jobs), _MAX_JOBS_PER_CALL):
         answer = ask(["scancel", *options, *jobs[first : first + _MAX_JOBS_PER_CALL]])
-        # What has ended by itself meanwhile is as good as cancelled.
+        # A job that has ended by itself meanwhile is as good as cancelled.
         if answer.code and not any(word in answer.err for word in _ALREADY_ENDED):
             raise UserError(f"scancel: {answer.reason}")
 

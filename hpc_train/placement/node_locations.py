@@ -222,7 +222,7 @@ def _find_usual_network(hosts: Sequence[JobHost], topology: Cluster) -> tuple[in
     return (kind.nics, kind.gbit_s or 0.0) if kind is not None else (0, 0.0)
 
 
-# NVLink domains. What a node measures (NVML) goes before any file, which may be of another day.
+# NVLink domains. What a node measures (NVML) overrides any file, which may be out of date.
 
 
 def _find_cliques(topology: Cluster) -> dict[str, str]:

@@ -93,7 +93,7 @@ def judge_run(table: StepTable | None, facts: Facts) -> tuple[Verdict, StepLosse
         reason = reason or ("" if facts.waits_measured else "waits for parameter servers are not measured")
         return _abstain(reason or "no step was recorded by every rank"), None
     if findings and findings[0].name == "network" and (silent := find_silent_ranks(table, facts)):
-        # What blocks all that were recorded may be one that was not.
+        # All recorded ranks may wait for a rank that recorded nothing.
         return _abstain(f"{format_ranks(silent)} recorded nothing, and may be what the others wait for"), losses
     if findings:
         first, *other_findings = findings

@@ -356,10 +356,10 @@ def _find_slow(
 def find_outliers(seconds: Sequence[float], min_excess: float) -> list[int]:
     """Return the indices of slow outliers: 0.6745 (x - median) / MAD > 3.5, and `min_excess` above the median.
 
-    min_excess: a share of the median. MAD is the median absolute deviation. Of two values none is an outlier.
+    min_excess: a share of the median. MAD is the median absolute deviation. Two values have no outlier.
     """
     # 0.6745 is the MAD of a standard normal variable: the score counts standard deviations (Iglewicz and Hoaglin 1993).
-    # Of two nodes that differ nobody can say which one is the odd one.
+    # If two nodes differ, either of them may be the odd one.
     if len(seconds) < 3:
         return []
     middle = median(seconds)

@@ -169,6 +169,7 @@ def arrange_ranks(
         task, local_info, timeout, lambda infos: _decide_on_process_0(config, task, infos, mpi_setting, env, find)
     )
     _check_assignment(assignment, task, config)
+    # The rest concerns one node at a time: its ranks share out its CPUs by what all of them have published.
     node_infos = gather_node_info(task)
     seats = seat_ranks(node_infos, assignment.gpus)
     binding = bind_rank(config.launch, seats, task.local, env, mpi=mpi_setting is not None)

@@ -47,7 +47,7 @@ FLOAT8_MULTIPLE = 16
 
 def has_float8_products(weight: Weight) -> bool:
     """Whether a weight of a block is that of a linear layer that precision.float8 converts."""
-    # Of the matrices, only routers are copied over tp: they keep their format, as do stacks of experts.
+    # Routers are the only matrices that are copied over tp. They keep their format, as do stacks of experts.
     is_linear = len(weight.shape) == 2 and weight.split != "copied"
     return is_linear and all(size % FLOAT8_MULTIPLE == 0 for size in weight.shape)
 

@@ -283,7 +283,7 @@ def _load_resumed(directory: Path, step: int, wanted: list[TensorShard], world: 
 def _read_content(directory: Path, step: int, has_adapters: bool) -> tuple[bool, bool, Origin | None, int]:
     """Return (only weights are to be loaded, the run's adapters are not in the step, its origin, its copies).
 
-    Copies: those of a loosely synchronised run, else 0. Of a damaged manifest (False, False, None, 0): the load will
+    Copies: those of a loosely synchronised run, else 0. A damaged manifest gives (False, False, None, 0): the load will
     fail. A step without the run's adapters has the optimizer state of another training.
 
     Raises UserError for a step with adapters if the run has none, because their training would be lost silently.

@@ -43,7 +43,7 @@ class LoadDestinations:
         """[shards]: address of the memory; 0 on a GPU."""
         for index in self._made:
             self.addresses[index] = self._made[index].address
-        # Whoever copies by address must not write to the address of a GPU's memory.
+        # A copy by address must never write to an address of a GPU's memory.
         self.addresses[~np.array([local.is_cpu for local in self._locals], dtype=np.bool_)] = 0
         self.sizes = np.array(list(map(attrgetter("nbytes"), self._locals)), dtype=np.int64)
         """[shards]: bytes."""

@@ -269,7 +269,7 @@ def _is_linked(private: Path) -> bool:
 
 
 def _remove(path: Path, content: _LockContent, owner: LockOwner) -> None:
-    """Remove the lock that was `found`; a lock that has replaced it stays, or is put back."""
+    """Remove the lock with this content; a lock that has replaced it stays, or is put back."""
     aside = path.with_name(f".{LOCK_FILE}-{owner.token}-old")
     with _become_only_remover(path.parent), suppress(FileNotFoundError):
         now = _read_lock(path)

@@ -137,7 +137,7 @@ def discard_step(path: Path) -> bool:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a directory or file; of a link only the link. What cannot be deleted stays."""
+    """Delete a directory or a file; a link is deleted, not its target. What cannot be deleted stays."""
     with suppress(OSError):
         if is_plain_directory(path):
             shutil.rmtree(path, ignore_errors=True)

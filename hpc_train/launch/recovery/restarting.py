@@ -302,7 +302,7 @@ def find_fault(logs: Path, code: int, lost: Sequence[str] = ()) -> Fault:
     if error is None:
         return Fault(Cause.KILLED, text="srun was killed") if code == _KILLED_SRUN else Fault(Cause.UNKNOWN)
     cause = _find_cause(logs, error)
-    # What a rank says of another one is no evidence against its own node.
+    # A rank that reports a lost connection is no evidence against its own node.
     return Fault(cause, "" if cause is Cause.CONNECTION else error.host, error.line)
 
 
@@ -318,7 +318,7 @@ def _find_cause(logs: Path, error: FirstError) -> Cause:
         return Cause.INCOMPLETE
     if failure.user_error:
         return Cause.USER
-    # A rank that lost another one, of which nobody knows why it ended: a network may have failed for a moment.
+    # A rank lost another one that left no reason for its end: the network may have failed for a moment.
     return Cause.CONNECTION if failure.lost_peer and error.task == failure.task else Cause.EXCEPTION
 
 

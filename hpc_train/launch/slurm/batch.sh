@@ -209,7 +209,8 @@ run_ranks() {
 }
 
 # end_left_sruns: before the job ends or is requeued. A slurmstepd that has not yet told its srun how a rank ended goes on
-# trying if that was killed, and Slurm may then drain its node ("Kill task failed"). Of a lost node nobody will say it.
+# trying if that was killed, and Slurm may then drain its node ("Kill task failed"). So srun gets some seconds to hear of
+# it, unless a node is lost, whose slurmstepd will never report.
 end_left_sruns() {
   local left srun second
   for left in "${left_sruns[@]}"; do

@@ -101,6 +101,7 @@ def snapshot_code(config: RunConfig, run: Path, report: Report, *others: RunConf
         report("launch.snapshot=off: what you edit from now on changes the job that waits")
         return None
     modules = code_sources.list_user_modules((config, *others))
+    # Each tree is in a folder of the snapshot that is called by its number; 0 is this package, unless it is installed.
     trees, python_path, folders = (
         _list_own_tree(),
         ["0"] if code_sources.find_own_checkout() else [],

@@ -112,7 +112,7 @@ def read_entry(root: Path, path: str) -> SnapshotEntry | None:
 def _read_link(root: Path, path: str) -> SnapshotEntry | None:
     """Read a link as a link, so that its target is stored once; None for one that leaves the tree."""
     top = root.resolve()
-    # Of a link to itself realpath gives the link, which does not exist; Path.resolve raises.
+    # realpath, as Path.resolve raises for a link to itself; realpath returns the link, which does not exist.
     target, parent = Path(os.path.realpath(root / path)), (root / path).parent.resolve()
     if not target.is_relative_to(top) or not parent.is_relative_to(top) or not target.exists():
         return None

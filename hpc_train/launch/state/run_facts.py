@@ -152,7 +152,7 @@ def _is_well_formed(event: dict[str, Any]) -> bool:
     if kind in _EVENTS_WITH_STEP:
         return type(event.get("step")) is int
     hosts = event.get("hosts")
-    # An empty list is a word, too: of two copies that differ, nobody knows which one is wrong.
+    # The list may be empty: if two copies differ, either of them may be wrong.
     return kind not in _EVENTS_WITH_HOSTS or (type(hosts) is list and "why" in event)
 
 

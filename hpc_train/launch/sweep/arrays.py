@@ -138,6 +138,8 @@ def _group_by_shape(
 ) -> list[_ResourceShape]:
     shapes: dict[str, _ResourceShape] = {}
     groups: dict[str, list[_ResourceShape]] = {}
+    # By settings first, so that points with the same ones share one request; then by request, because points with other
+    # settings may still ask for the same.
     for point in points:
         key = json.dumps([point.spec.config.get(name) for name in _RESOURCE_SECTIONS], sort_keys=True)
         if key not in shapes:

@@ -99,7 +99,7 @@ def read_grid(overrides: Sequence[str], config_dir: str | None = None) -> Grid:
     for text in overrides:
         item = _parse_override(text, parser)
         _check_sweepable(item, text)
-        # Of two for the same key the last one counts.
+        # If a key is given twice, the last value counts.
         values[item.get_key_element()] = (_expand_values(item, text, config_dir), item.is_sweep_override())
     grid = Grid(
         tuple(words for words, _ in values.values()),

@@ -252,6 +252,8 @@ class MatrixExchange:
         if self._copy_group is None:
             yield from values_by_matrix.items()
             return
+        # Each copy of the model has computed some of the matrices. An all-gather takes equal sizes, so that all send as
+        # much as the copy with the most.
         sizes = [sum(piece.part.size for piece in pieces) for pieces in by_copy]
         copy_parts = torch.zeros(max(sizes), dtype=self._dtype, device=self._device)
         for piece, place in _split(by_copy[self._copy], copy_parts):

@@ -67,7 +67,7 @@ def build_pipeline_engine(
     for stage, part in parts.items():
         prepare(part, model, config, world, _report_for_stage(stage, say))
     ties = pipeline_engine.find_tied_parameters(trained, ranks, parts)
-    # Of a frozen embedding that is tied to the head, too, only one copy is saved.
+    # Frozen parameters have no gradients to exchange, but only one copy of a tied one is to be saved.
     frozen_ties = pipeline_engine.find_tied_parameters(frozen, ranks, parts)
     updates = OptimizerUpdates(
         list(parts.values()),

@@ -116,7 +116,7 @@ class Pipeline:
                 len(self.ranks),
                 self.device,
                 input_args=hidden if index else inputs,
-                output_args=hidden,  # of the last stage nobody asks
+                output_args=hidden,  # torch does not ask for those of the last stage
                 group=self.group,
             )
             stage.timeline, stage.masks, stage.parallel = self.timeline, self.masks, self.parallel

@@ -33,8 +33,8 @@ from hpc_train.errors import UserError
 class ParameterLayout:
     """How a parameter is placed on the tp axis, and which part of it a forward computes with.
 
-    Experts are placed on ep instead, or on ep and tp. Of a key projection with fewer heads than ranks, for example,
-    every rank stores all rows (Replicate) and computes with those of its `units`.
+    Experts are placed on ep instead, or on ep and tp. For example, every rank stores all rows of a key projection
+    with fewer heads than ranks (Replicate), and computes with those of its `units`.
     """
 
     placement: Placement = field(default_factory=Replicate)

@@ -138,7 +138,7 @@ def _compute_group_seconds(tables: _RateTables, phase: LocalPhase, gpus: Ints) -
         return tables.get_ring_seconds(gpus)
     if phase.edges == "pairs":
         return tables.get_exchange_seconds(gpus)
-    # Of a group that reaches into other nodes, the part in this one is an open chain.
+    # The part of a larger group that is in this node is an open chain: its ends continue in other nodes.
     closed = phase.edges == "closed" and members == phase.ranks
     kind: EdgeKind = "star" if phase.edges == "star" else "ring" if closed else "chain"
     source, target = list_edges(kind, members, 0)
@@ -190,7 +190,7 @@ class _RateTables:
         """Return bytes/s from the GPUs outside a set into it."""
         between = np.ix_(inside, outside)
         direct = self.links.direct[between]
-        # Two GPUs with a link of their own leave their ports alone. Of the others, each port carries as much as its
+        # Two GPUs with a link of their own leave their ports alone. The ports of all others carry as much as their
         # best way across allows, and the side with fewer ports bounds the sum.
         share = np.where(direct > 0, 0.0, self.links.share[between])
         ports = self.links.port * min(float(share.max(axis=1).sum()), float(share.max(axis=0).sum()))

@@ -90,7 +90,7 @@ def exchange_seconds(jobs: Jobs, constants: Constants) -> tuple[Column, Column]:
     exchange = all_to_all_seconds(group, 2 * size, np.full((), 2.0))
     if np.any(jobs.sends_once):
         nodes = group.ranks / group.within
-        # Of top_k experts drawn evenly, the expected number on nodes that are all different.
+        # Expected number of different nodes that have some of top_k experts, if these are drawn evenly.
         different = nodes * (1 - (1 - 1 / nodes) ** jobs.top_k)
         exchange = exchange * choose((jobs.sends_once > 0) & (nodes > 1), different / np.maximum(jobs.top_k, 1), 1.0)
     once = constants.exchange * jobs.sparse_share * exchange
@@ -101,8 +101,8 @@ def exchange_seconds(jobs: Jobs, constants: Constants) -> tuple[Column, Column]:
 def expert_activations(jobs: Jobs) -> Column:
     """Return the bytes per token that a mixture keeps for backward besides its input, without recomputation.
 
-    Of every row: its input, the results of both branches, what SwiGLU makes of them, and the result before and after it
-    is put back in order; with ep the result before it travels back, too. Of every token: the router's input.
+    For every row: its input, the results of both branches, what SwiGLU makes of them, and the result before and after
+    it is put back in order; with ep also the result before it travels back. For every token: the router's input.
     """
     item, rows = jobs.activation_bytes, _rows_of_token(jobs)
     kept_widths = choose(jobs.fused_elementwise > 0, 3.0, 4.0)

@@ -60,8 +60,8 @@ class Pipelines:
 def micro_batches_in_flight(jobs: Jobs | Pipelines) -> tuple[Column, Column, Column]:
     """Return the peak number of micro-batches in flight on the first, the second and the last rank.
 
-    One micro-batch means the activations of all layers of the rank, so virtual stages count as fractions. Of the middle
-    ranks the second has the most in flight. A test compares this with `live` of schedules.simulate.
+    One micro-batch means the activations of all layers of the rank, so virtual stages count as fractions. No middle
+    rank has more in flight than the second. A test compares this with `live` of schedules.simulate.
     """
     p, m, v = jobs.pp, jobs.micro_batches, jobs.virtual_stages
     everything, rounds, behind, ranks, one = _MULTIPLES[:, jobs.schedule.astype(np.intp)]

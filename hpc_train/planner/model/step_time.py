@@ -116,7 +116,7 @@ def _find_slowest_rank(jobs: Jobs, split: LayerSplit, layer: LayerTime, work: La
     """Return (layers, seconds of embedding and head in a micro-batch) of the slowest rank."""
     first, last = split.first * layer.total + work.embedding, split.last * layer.total + work.head
     middle = choose(jobs.pp > 2, split.middle * layer.total, 0.0)
-    # Of ranks that take equally long the last one counts, which is the one with the head.
+    # If ranks take equally long the last one counts, which has the head.
     is_last = (last >= first) & (last >= middle)
     is_first = ~is_last & (first >= middle)
     count = choose(is_last, split.last, choose(is_first, split.first, split.middle))

@@ -251,9 +251,9 @@ def _fastest_techniques(techniques: Techniques) -> list[int]:
 def _leanest_techniques(techniques: Techniques) -> list[int]:
     """Return the techniques of which one needs the least memory in every row.
 
-    The last one recomputes and offloads everything. Of those that offload as much state: the one that keeps all
-    activations on the device, and the last that recomputes them there, because the inputs of a stage's only layer are
-    stored once if they are not moved.
+    The last one recomputes and offloads everything. Among those that offload as much state these are the one that keeps
+    all activations on the device, and the last that recomputes them there, because the inputs of a stage's only layer
+    are stored once if they are not moved.
     """
     offload, moved = techniques.columns["offload"], techniques.columns["offload_activations"]
     most = np.flatnonzero(offload == offload[-1])

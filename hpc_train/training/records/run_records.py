@@ -57,7 +57,7 @@ class LineFile:
         self._waiting += line.encode()
         try:
             while self._waiting:
-                # What was written of a line, before the disk was full, is continued later.
+                # If the disk gets full in the middle of a line, the rest of it is written later.
                 del self._waiting[: os.write(self._descriptor, self._waiting)]
             if self._warned:
                 self._warned = False

@@ -33,7 +33,7 @@ def signal_step(job: str, name: str, number: signal.Signals) -> subprocess.Popen
 
     An older step is one of an earlier attempt, which Slurm has not given up yet because a node of it was lost. Returns
     the scancel that does this, None without such a step. It acts at once, but then waits for all nodes of the job, also
-    for lost ones: nobody who is in a hurry waits for it.
+    for lost ones, so that a caller in a hurry must not wait for it.
     """
     steps = [step for step, step_name in list_steps(job) if step_name == name]
     if not steps:

@@ -134,6 +134,7 @@ class Supervisor:
             while is_running(self._srun):
                 self._reports.read(TICK_SECONDS)
                 self._look_after_agents()
+                # A lost node comes before other faults: it is why the ranks on the other nodes fail, or hang.
                 if self._finish_decision() or self._end_after_lost_node() or self._end_after_fault():
                     return
         finally:
@@ -221,6 +222,7 @@ class Supervisor:
         self._time_is_short = self._time_is_short or self._limit.is_near()
         if not self._stopping:
             self._ask_to_stop_if_due()
+        # A failed rank comes before a hang: its peers wait for it in a collective, and look as if they hung.
         if self._failures.are_due():
             return self._end_peers()
         views = self._reports.list_views()

@@ -172,7 +172,7 @@ def count_gathered(jobs: Jobs, weights: RankWeights) -> GatheredParameters:
     frees = ~keeps & (jobs.reshard > 0)  # a block's parameters after each use
     # ddp gathers nothing, but autocast keeps 16-bit copies of the parameters.
     cast = weights.total * choose(jobs.weight_bytes > jobs.activation_bytes, jobs.activation_bytes, 0.0)
-    # Of a block's weights, all but those of routed experts may be gathered in 8 bits.
+    # All weights of a block but those of routed experts may be gathered in 8 bits.
     narrower = jobs.activation_bytes - jobs.gathered_bytes
     block_bytes = jobs.activation_bytes - narrower * (1 - weights.experts / weights.block)
 
