@@ -24,3 +24,15 @@ def draw_every(names: Iterable[Any], period: int) -> list[Any]:
     """Draw the first of each `period` names: for lists in which neighbours are alike."""
     listed = list(names)
     return draw(listed, listed[::period])
+
+
+def draw_thirds(cases: Iterable[Any]) -> list[Any]:
+    """Return parameters (case, third) for a loop over calls or drawn cases: third 0, 1 or 2 runs each third of them.
+
+    The next case has another third in `make test`; the others are long tests.
+    """
+    return [
+        pytest.param(case, third, id=f"{case}-{third}", marks=() if third == number % 3 else pytest.mark.long)
+        for number, case in enumerate(cases)
+        for third in range(3)
+    ]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_helpers import State, alone, holds, names, save_alone, sharded, whole
+from drawn import draw, draw_thirds
 from faults import CALLS, EVERY, Fault, at_call, disk_full, fails, is_killed, kill, torn
 from incremental_helpers import SMALL, check, saver, steps_of
 from power_loss import Disk, Operation, recorded, violations
@@ -47,10 +48,11 @@ def old_or_new(directory: Path) -> str:
     return "old"
 
 
-def test_killed_at_any_call(tmp_path: Path) -> None:
-    outcomes, number, killed = [], 0, True
+@pytest.mark.parametrize("third", draw(range(3), [1]))
+def test_killed_at_any_call(tmp_path: Path, third: int) -> None:
+    outcomes, number, killed = [], third - 2, True
     while killed:
-        number += 1
+        number += 3
         directory = tmp_path / str(number)
         of = shares(directory)
 
@@ -92,12 +94,17 @@ def test_killed_at_any_call_of_two(tmp_path: Path) -> None:
             check(directory, 1, OLD)
 
 
-@pytest.mark.parametrize(("fault", "every"), [(disk_full, 2), (fails(errno.EIO), 3), (torn, 4)])
-def test_any_call_that_fails(tmp_path: Path, fault: Fault, every: int) -> None:
+FAULTS: dict[str, tuple[Fault, int]] = {"ENOSPC": (disk_full, 2), "EIO": (fails(errno.EIO), 3), "torn": (torn, 4)}
+"""Each at every second, third or fourth call."""
+
+
+@pytest.mark.parametrize(("name", "third"), draw_thirds(FAULTS))
+def test_any_call_that_fails(tmp_path: Path, name: str, third: int) -> None:
     """And the same process goes on saving: it shares what it knows to be committed, and nothing else."""
-    outcomes, number, made = [], 1 - every, [""]
+    fault, every = FAULTS[name]
+    outcomes, number, made = [], 1 + (third - 3) * every, [""]
     while len(made) >= number:
-        number += every
+        number += 3 * every
         directory = tmp_path / str(number)
         of = shares(directory)
         with at_call(number, fault, EVERY, directory) as made:
@@ -174,7 +181,7 @@ def problem(directory: Path, returned: bool) -> str | None:
     return None if is_new or (steps == [1] and holds(directory, 1, OLD)) else f"neither old nor new: {steps}"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", draw([1, 2], [1]))
 def test_the_power_fails_while_a_step_is_saved_that_shares(tmp_path: Path, ranks: int) -> None:
     before, operations = operations_of(tmp_path / "c", ranks)
     assert sum(it.name == "link" for it in operations) == 2 * ranks

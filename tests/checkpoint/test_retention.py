@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_helpers import holds, names, save_alone, state
+from drawn import draw
 from faults import at_call, disk_full, kill
 from other_user import need_root
 
@@ -160,8 +161,9 @@ def kill_while_pruning(directory: Path, number: int) -> int | None:
     return process.exitcode
 
 
-def test_killed_while_pruning(tmp_path: Path) -> None:
-    number = 1
+@pytest.mark.parametrize("third", draw(range(3), [2]))
+def test_killed_while_pruning(tmp_path: Path, third: int) -> None:
+    number = 1 + third
     while True:
         directory = saved(tmp_path / str(number), 1, 2, 3)
         code = kill_while_pruning(directory, number)
@@ -171,7 +173,7 @@ def test_killed_while_pruning(tmp_path: Path) -> None:
         assert names(directory) == ["step-3"]
         if code == 0:
             break
-        number += 1
+        number += 3
     assert number > 4
 
 

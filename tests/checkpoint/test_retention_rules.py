@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_helpers import alone, holds, names, whole
+from drawn import draw_thirds
 from faults import EVERY, at_call, disk_full, kill
 
 from hpc_train.checkpoint import Saver, find_newest_verified, list_committed_steps, prune_steps
@@ -71,9 +72,9 @@ def test_a_damaged_best_does_not_count(tmp_path: Path) -> None:
     assert list_committed_steps(tmp_path) == [2, 3]
 
 
-@pytest.mark.parametrize("what", ["kill", "full"])
-def test_at_any_call_what_is_to_stay_stays(tmp_path: Path, what: str) -> None:
-    also, number, more = KeepRules(every=3, best=1, always=frozenset({2})), 0, True
+@pytest.mark.parametrize(("what", "third"), draw_thirds(["kill", "full"]))
+def test_at_any_call_what_is_to_stay_stays(tmp_path: Path, what: str, third: int) -> None:
+    also, number, more = KeepRules(every=3, best=1, always=frozenset({2})), 2 * third - 4, True
 
     def prune_at(directory: Path, number: int) -> None:
         with at_call(number, kill if what == "kill" else disk_full, EVERY, directory) as made:
@@ -84,7 +85,7 @@ def test_at_any_call_what_is_to_stay_stays(tmp_path: Path, what: str) -> None:
 
     saved(tmp_path / "first", {1: 0.1, 2: 4.0, 3: 3.0, 4: 2.0, 5: 1.0})
     while more:
-        number += 2
+        number += 6
         directory = shutil.copytree(tmp_path / "first", tmp_path / str(number))
         process = multiprocessing.get_context("fork").Process(target=prune_at, args=(directory, number))
         process.start()

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 from checkpoint_helpers import holds, names, save_alone, sharded, state
+from drawn import draw
 from faults import Fault, at_call, disk_full, fails, kill, of_descriptor, torn
 from power_loss import Disk, Operation, recorded, violations
 from sharing import LARGE, on_nodes
@@ -31,8 +32,12 @@ def save(saver: Saver, step: int) -> list[str]:
     return [str(it.error or "") for it in saver.wait()]
 
 
-@pytest.mark.parametrize(("rank", "call"), [(0, "pwrite"), (1, "pwrite"), (3, "fsync"), (2, "open")])
-def test_a_rank_killed_while_it_writes(tmp_path: Path, rank: int, call: str) -> None:
+KILLED = ((0, "pwrite"), (1, "pwrite"), (3, "fsync"), (2, "open"))
+
+
+@pytest.mark.parametrize("place", draw(KILLED, [(0, "pwrite"), (3, "fsync")]))
+def test_a_rank_killed_while_it_writes(tmp_path: Path, place: tuple[int, str]) -> None:
+    rank, call = place
     save_alone(tmp_path, 1, OLD)
 
     def die(world: World) -> None:
@@ -50,9 +55,13 @@ def test_a_rank_killed_while_it_writes(tmp_path: Path, rank: int, call: str) -> 
     assert names(tmp_path) == ["step-1", "step-3"]
 
 
-@pytest.mark.parametrize("fault", [disk_full, fails(errno.EIO), torn], ids=["ENOSPC", "EIO", "torn"])
-def test_a_call_that_fails_on_one_rank_fails_the_save_on_all(tmp_path: Path, fault: Fault) -> None:
+FAULTS: dict[str, Fault] = {"ENOSPC": disk_full, "EIO": fails(errno.EIO), "torn": torn}
+
+
+@pytest.mark.parametrize("name", draw(FAULTS, ["ENOSPC", "torn"]))
+def test_a_call_that_fails_on_one_rank_fails_the_save_on_all(tmp_path: Path, name: str) -> None:
     """Any kind of call, on the first rank of a file and on another; the save after it finds nothing amiss."""
+    fault = FAULTS[name]
     save_alone(tmp_path, 1, OLD)
     places = [(rank, call) for rank in (2, 3) for call in ("pwrite", "fsync", "open")]
 
@@ -111,9 +120,10 @@ def test_the_power_fails_while_ranks_write_a_file_together(tmp_path: Path) -> No
     assert violations(before, mutant, problem, tmp_path, 40, last=2), "the model sees that these are missing"
 
 
-@pytest.mark.parametrize(("writers", "ranks_per_file"), [(1, 1), (1, 0), (2, 0)])
-def test_so_many_of_a_node_write_at_a_time(tmp_path: Path, writers: int, ranks_per_file: int) -> None:
+@pytest.mark.parametrize("sharing", draw([(1, 1), (1, 0), (2, 0)], [(1, 1), (2, 0)]))
+def test_so_many_of_a_node_write_at_a_time(tmp_path: Path, sharing: tuple[int, int]) -> None:
     """Two nodes of three ranks."""
+    writers, ranks_per_file = sharing
 
     def work(world: World) -> tuple[float, float]:
         moments, real = [], os.pwrite

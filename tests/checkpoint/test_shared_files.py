@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoint_commands import Terminal
 from checkpoint_helpers import blank, holds, random_bits, same_pieces, sharded, state, whole
+from drawn import draw
 from sharing import LARGE, files, manifest, save_steps, shards
 
 from hpc_train.checkpoint import Saver, list_committed_steps, load_step, verify_step
@@ -28,18 +29,20 @@ from hpc_train.testing import run_ranks
 GOOD = [""]
 
 
-@pytest.mark.parametrize(
-    ("ranks_per_file", "nodes", "names"),
-    [
-        (1, 1, ["000000.h5", "000001.h5", "000002.h5", "000003.h5"]),
-        (2, 1, ["000000-000001.h5", "000002-000003.h5"]),
-        (4, 1, ["000000-000003.h5"]),
-        (3, 1, ["000000-000002.h5", "000003.h5"]),
-        (0, 1, ["000000-000003.h5"]),
-        (0, 2, ["000000-000001.h5", "000002-000003.h5"]),
-    ],
-)
-def test_a_round_trip(tmp_path: Path, ranks_per_file: int, nodes: int, names: list[str]) -> None:
+FILES = {
+    (1, 1): ["000000.h5", "000001.h5", "000002.h5", "000003.h5"],
+    (2, 1): ["000000-000001.h5", "000002-000003.h5"],
+    (4, 1): ["000000-000003.h5"],
+    (3, 1): ["000000-000002.h5", "000003.h5"],
+    (0, 1): ["000000-000003.h5"],
+    (0, 2): ["000000-000001.h5", "000002-000003.h5"],
+}
+"""By (ranks_per_file, nodes), of four ranks."""
+
+
+@pytest.mark.parametrize("sharing", draw(FILES, [(3, 1), (0, 2)]))
+def test_a_round_trip(tmp_path: Path, sharing: tuple[int, int]) -> None:
+    (ranks_per_file, nodes), names = sharing, FILES[sharing]
     steps = {1: shards(LARGE), 2: shards(state(2))}
     assert save_steps(tmp_path, steps, 4, WriterSharing(ranks_per_file), nodes) == [GOOD * 2] * 4
     assert files(tmp_path) == names

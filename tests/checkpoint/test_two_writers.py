@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_helpers import alone, holds, names, save_alone, sharded, state, whole
+from drawn import draw
 from faults import EVERY, at_all, at_call, fails, kill
 
 from hpc_train.checkpoint import CheckpointError, Saver, find_newest_verified, list_committed_steps
@@ -310,14 +311,15 @@ def test_any_call_that_fails(tmp_path: Path, number: int) -> None:
     assert at > 5
 
 
-def test_killed_at_any_call(tmp_path: Path) -> None:
+@pytest.mark.parametrize("third", draw(range(3), [0]))
+def test_killed_at_any_call(tmp_path: Path, third: int) -> None:
     def take_and_die(at: int, killer: int) -> None:
         with at_call(at, kill, EVERY, tmp_path):
             take_lock(tmp_path, {}, beat=BEAT).release()
 
-    at, code = 0, -signal.SIGKILL
+    at, code = third - 2, -signal.SIGKILL
     while code == -signal.SIGKILL:
-        at += 1
+        at += 3
         process = FORK.Process(target=take_and_die, args=(at, 0))
         process.start()
         process.join()
