@@ -37,19 +37,20 @@ os.register_at_fork(before=leftovers.note_fork)
 
 SLURM = "tests/slurm/"
 ROOMS = ("planner", "hydra_launchers", "checkpoint", "bench", "parallel", "launch", "runtime", "training")
-OWN_CLUSTER = "tests/slurm/test_campaign.py"
-"""It waits for minutes, and need not wait for the other tests of Slurm."""
+SECOND_CLUSTER = ("tests/slurm/test_campaign.py", "tests/slurm/test_faults_of_jobs.py")
+"""They wait for minutes, on a cluster of their own, and need not wait for the other tests of Slurm."""
 FIRST = (SLURM, *(f"tests/{room}/" for room in ROOMS))
 """Slurm's are the longest row and mostly wait. Beside them run rooms of one process a test; those whose ranks want all
 cores come when that row has ended."""
 
 
 class FileByFile(LoadScopeScheduling):  # type: ignore[misc]
-    """A worker takes one file at a time; the tests that share the Slurm cluster are taken together."""
+    """A worker takes one file at a time; the tests that share a Slurm cluster are taken together."""
 
     def _split_scope(self, nodeid: str) -> str:
-        shared = nodeid.startswith(SLURM) and not nodeid.startswith(OWN_CLUSTER)
-        return SLURM if shared else nodeid.split("::", 1)[0]
+        if nodeid.startswith(SECOND_CLUSTER):
+            return "the second cluster"
+        return SLURM if nodeid.startswith(SLURM) else nodeid.split("::", 1)[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileByFile:

@@ -42,6 +42,23 @@ def slurm_cluster() -> Iterator[SlurmCluster]:
             dev_cluster("down")
 
 
+@pytest.fixture(scope="session")
+def second_cluster() -> Iterator[Path]:
+    """Directory of a cluster of four nodes and a spare, for the tests of faults, which wait for minutes.
+
+    Its name is short, as those of Slurm's sockets have to be.
+    """
+    demand_root_on_debian()
+    with tempfile.TemporaryDirectory(prefix="second-") as folder:
+        directory = Path(folder) / "c"
+        words = ("up", "--nodes", "5", "--cpus-per-node", "8", "--switches", "2")
+        started = dev_cluster(*words, directory=directory)
+        assert started.returncode == 0, started.stderr
+        yield directory
+        down = dev_cluster("down", directory=directory)
+        assert down.returncode == 0, down.stderr
+
+
 @pytest.fixture(autouse=True)
 def _no_node_is_drained(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail where Slurm could not end the processes of a job, which takes the node out of service, and take it back.

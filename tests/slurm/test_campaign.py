@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,30 +16,17 @@ import pytest
 import test_faults_of_jobs
 from fault_kinds import KINDS
 from fault_sequence import ELSEWHERE, IN_THE_START_AFTER, SEQUENCE, FaultSequence
-from slurm_client import SlurmCluster, dev_cluster, slurm_conf
+from slurm_client import SlurmCluster, slurm_conf
 
 CAMPAIGN = Path(__file__).with_name("campaign.py")
 
 
-@pytest.fixture(scope="module")
-def cluster_of_five() -> Iterator[Path]:
-    """Directory of a cluster of four nodes and a spare. Its name is short, as those of Slurm's sockets have to be."""
-    with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
-        directory = Path(folder) / "c"
-        words = ("up", "--nodes", "5", "--cpus-per-node", "8", "--switches", "2")
-        started = dev_cluster(*words, directory=directory)
-        assert started.returncode == 0, started.stderr
-        yield directory
-        down = dev_cluster("down", directory=directory)
-        assert down.returncode == 0, down.stderr
-
-
 @pytest.fixture
-def cluster(cluster_of_five: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
+def cluster(second_cluster: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
     """The cluster with all nodes idle. No job outlives a test: one that failed would keep the nodes from the next."""
-    conf = slurm_conf(cluster_of_five)
+    conf = slurm_conf(second_cluster)
     monkeypatch.setenv("SLURM_CONF", str(conf))
-    made = SlurmCluster(conf, cluster_of_five)
+    made = SlurmCluster(conf, second_cluster)
     made.resume_drained_nodes()  # a node of the test before, on which Slurm could not end a task in time
     for number in range(1, 6):
         made.wait_for_node(f"node{number}", timeout=120)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slurm_client import SlurmCluster
+from slurm_client import SlurmCluster, slurm_conf
 from training_client import (
     assert_same_result,
     hpc_train,
@@ -33,6 +33,17 @@ from hpc_train.resilience.heartbeat import find_folder
 
 FAULTY = Path(__file__).parents[1] / "launch"
 STEPS = 60
+WATCHERS = ("hpc_train.resilience.agent", "hpc_train.launch.slurm.supervisor.supervise")
+"""The agents first: those whose supervisor is killed stay beside the new ones until the ranks have ended."""
+
+
+@pytest.fixture(scope="module")
+def slurm_cluster(second_cluster: Path) -> Iterator[SlurmCluster]:
+    """The second cluster, in place of the one that the other tests of Slurm share."""
+    conf = slurm_conf(second_cluster)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", str(conf))
+        yield SlurmCluster(conf, second_cluster)
 
 
 @pytest.fixture(scope="module")
@@ -155,23 +166,33 @@ def test_faults_of_other_kinds_one_after_another(
     assert "requeue" not in kinds(run)
 
 
-@pytest.mark.parametrize("process", ["hpc_train.launch.slurm.supervisor.supervise", "hpc_train.resilience.agent"])
+def watchers(run: Path, process: str) -> list[int]:
+    """Return the processes of a run's supervisor or of its agents, without the srun that starts them."""
+    return processes_with(process, str(run / "logs"))
+
+
+def replace_watcher(run: Path, process: str) -> None:
+    """Kill a process that watches a run, and wait until others have taken the place of all like it."""
+    first = watchers(run, process)
+    os.kill(first[0], signal.SIGKILL)
+    wait_until(f"another {process}", lambda: len({*watchers(run, process)} - {*first}) >= len(first), timeout=30)
+
+
 def test_a_watcher_that_dies_ends_nothing_and_is_started_again(
-    slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path, process: str
+    slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     job = start(run, settings, faults="0:train:30:hold")
     wait_until("the hold", lambda: (tmp_path / "0:train:30:hold").exists())
-    first = processes_with(process, str(run / "logs"))
-    os.kill(first[0], signal.SIGKILL)
-    wait_until("another one", lambda: bool(set(processes_with(process, str(run / "logs"))) - set(first)), timeout=15)
-    assert sorted(tasks_of(run)) == [0, 1]
+    for process in WATCHERS:
+        replace_watcher(run, process)
+        assert sorted(tasks_of(run)) == [0, 1]
     (tmp_path / "go").touch()
     slurm_cluster.wait_for_state(job, "COMPLETED", timeout=120)
     assert_same_result(run, undisturbed, STEPS)
-    assert kinds(run).count("watch") == 1
+    assert kinds(run).count("watch") == len(WATCHERS)
     assert "restart" not in kinds(run)
-    wait_until("the end of all watchers", lambda: not processes_with(process, str(run / "logs")))
+    wait_until("the end of all watchers", lambda: not [one for process in WATCHERS for one in watchers(run, process)])
     for node in hosts_of(run).values():
         assert find_folder(run / "logs/0").name not in slurm_cluster.dev_cluster("exec", node, "ls", "/dev/shm")
 
