@@ -43,6 +43,9 @@ FAULTY = ("model=custom", "model.module=faulty_model", "model.name=faulty")
 LONG = (*FAULTY, "train.steps=12", "train.eval_every=3", "train.eval_batches=2", "checkpoint.every=4")
 """The run that tests interrupt: dropout, validation and several checkpoints."""
 
+ALONE = ("launch.ranks=1", "train.micro_batch=4")
+"""On one rank, with the same number of micro-batches: for what one rank shows as well, since each imports torch."""
+
 
 @dataclass(frozen=True)
 class Process:

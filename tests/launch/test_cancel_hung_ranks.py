@@ -24,6 +24,7 @@ def status(run: object, capsys: pytest.CaptureFixture[str]) -> list[dict[str, An
     return rows
 
 
+@pytest.mark.long
 def test_a_rank_that_is_stopped_is_named_and_the_run_ends(
     workshop: Workshop, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,7 +31,7 @@ RUN = (
     "optim.schedule.warmup_steps=3",
     "optim.eps=1e-6",  # keeps AdamW from blowing up the rounding of gradients that are zero
 )
-FOUR = ("launch.ranks=4", "parallel.tp=2", "parallel.pp=2", "train.steps=4")
+STAGES = ("launch.ranks=2", "parallel.pp=2", "train.steps=4")
 SHARDED = ("launch.ranks=2", "parallel=fsdp", "train.steps=12", "train.micro_batch=4")
 CONTEXT = ("launch.ranks=2", "parallel.cp=2", "train.steps=12")
 ALONE = ("launch.ranks=1", "train.steps=12")
@@ -44,7 +44,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, store: Path) -> tuple[Path, P
     place = Workshop(tmp_path_factory.mktemp("elastic"), store)
     try:
         assert place.train("straight", *RUN, *ALONE).code == EXIT_DONE
-        shown = [_leg(place, *FOUR), _stopped_leg(place, *SHARDED), _leg(place, *CONTEXT)]
+        shown = [_leg(place, *STAGES), _stopped_leg(place, *SHARDED), _leg(place, *CONTEXT)]
     finally:
         place.clean()
     return place.folder / "straight", place.folder / "legs", shown
@@ -84,7 +84,7 @@ def test_the_legs_ran_where_they_were_meant_to(runs: tuple[Path, Path, list[str]
     """And each went on from what the one before had saved, after as many samples as its steps have taken."""
     _, legs, shown = runs
     begun = [event for event in _lines(legs / "events.jsonl") if event["event"] in ("start", "resume")]
-    assert [(event["world"], event["step"]) for event in begun] == [(4, 0), (2, 4), (2, 5)]
+    assert [(event["world"], event["step"]) for event in begun] == [(2, 0), (2, 4), (2, 5)]
     assert "stopped at step 5, saved" in shown[1]
     assert saved_steps(legs) == [4, 5, 8, 12]
     for step in saved_steps(legs):
@@ -109,7 +109,7 @@ def test_the_terminal_says_what_ran_on_which_axis_and_how_large_the_whole_model_
     runs: tuple[Path, Path, list[str]],
 ) -> None:
     wanted = [
-        ["4 ranks (pp 2 x tp 2)", "pipeline: 1f1b over pp=2", "stage 0: tensor: ", " over tp=2"],
+        ["2 ranks (pp 2)", "pipeline: 1f1b over pp=2"],
         ["2 ranks (dp_shard 2)", "fully_shard: zero3, dp_shard=2"],
         ["2 ranks (cp 2)", "context: balanced ring attention in 4 modules over cp=2", "dp_replicate=1, cp=2"],
     ]

@@ -56,7 +56,7 @@ def test_a_mistake_of_the_user_that_only_ranks_can_see_is_one_line(workshop: Wor
 
 
 def test_a_module_that_does_not_exist_is_one_line(workshop: Workshop) -> None:
-    ended = workshop.train("run", "model=custom", "model.module=nowhere", "model.name=faulty", "train.steps=2")
+    ended = workshop.train("run", "model=custom", "model.module=nowhere", "model.name=faulty", "launch.ranks=1")
     assert ended.code == EXIT_USER_ERROR
     assert ended.err.startswith("hpc-train: model.module=nowhere: cannot be imported")
     assert len(ended.err.splitlines()) == 1

@@ -50,7 +50,7 @@ def find_alarms_in_runs(folder: Path, store: Path, runs: int) -> list[str]:
 
 
 def test_a_few_slow_runs_raise_no_alarm(tmp_path: Path, store: Path) -> None:
-    assert find_alarms_in_runs(tmp_path, store, 4) == []
+    assert find_alarms_in_runs(tmp_path, store, 2) == []
 
 
 @pytest.mark.long

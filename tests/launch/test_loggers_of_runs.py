@@ -109,6 +109,7 @@ def test_no_secret_of_the_environment_is_in_any_file(twice: Path) -> None:
     assert [path for path in files if CANARY.encode() in path.read_bytes()] == []
 
 
+@pytest.mark.long
 def test_points_of_a_sweep_are_grouped(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow.tracking import MlflowClient

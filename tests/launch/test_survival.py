@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from drawn import draw
-from jobs import LONG, Workshop, assert_same_run, processes, saved_steps, wait_for
+from jobs import ALONE, LONG, Workshop, assert_same_run, processes, saved_steps, wait_for
 
 from hpc_train.cli.main import main
 from hpc_train.errors import EXIT_REQUEUE
@@ -69,7 +69,7 @@ def test_a_rank_that_hangs_is_named_ended_and_started_again(
 
 
 def test_without_acting_a_hang_is_only_said(workshop: Workshop) -> None:
-    job = workshop.start("run", *LONG, *QUICK, "resilience.act=false", faults="1:train:7:hold")
+    job = workshop.start("run", *LONG, *ALONE, *QUICK, "resilience.act=false", faults="0:train:7:hold")
     path = workshop.folder / "run" / "events.jsonl"
     wait_for(lambda: path.exists() and '"hang"' in path.read_text(), job)
     workshop.go()
@@ -96,25 +96,25 @@ def test_an_exception_after_a_checkpoint_is_tried_again(workshop: Workshop, unin
 
 
 def test_restarts_without_progress_come_to_an_end(workshop: Workshop) -> None:
-    faults = " ".join(f"{rank}:train:{call}:kill" for rank in (0, 1) for call in (1, 2))
-    ended = workshop.train("run", *LONG, "resilience.restarts=1", faults=faults)
+    faults = "0:train:1:kill 0:train:2:kill"
+    ended = workshop.train("run", *LONG, *ALONE, "resilience.restarts=1", faults=faults)
     assert ended.code != 0
     assert ended.err.count("starting again from the beginning") == 1
     assert len(events(workshop, "restart")) == 1
 
 
 def test_off_ends_a_run_at_its_first_fault_as_does_a_run_that_saves_nothing(workshop: Workshop) -> None:
-    ended = workshop.train("run", *LONG, "resilience=off", faults="1:train:7:kill")
+    ended = workshop.train("run", *LONG, *ALONE, "resilience=off", faults="0:train:7:kill")
     assert ended.code != 0
     assert len(read_metrics(workshop.folder / "run" / "metrics.jsonl")) < 12
-    again = workshop.train("run2", *LONG, "checkpoint.every=0", faults="1:train:8:kill")
+    again = workshop.train("run2", *LONG, *ALONE, "checkpoint.every=0", faults="0:train:8:kill")
     assert again.code != 0
     assert "starting again" not in again.err
 
 
 def test_a_notice_of_the_machine_saves_and_stops(workshop: Workshop) -> None:
     file = workshop.folder / "notice"
-    job = workshop.start("run", *LONG, f"resilience.notice.file={file}", faults="0:train:7:listen")
+    job = workshop.start("run", *LONG, *ALONE, f"resilience.notice.file={file}", faults="0:train:7:listen")
     workshop.wait_for_fault("0:train:7:listen", job)
     file.write_text("instance i-1 ends at 12:00\n")
     ended = job.ended()
@@ -141,6 +141,7 @@ def test_a_save_for_which_no_time_is_left_is_not_begun(workshop: Workshop, unint
     assert_same_run(workshop.folder / "run", uninterrupted)
 
 
+@pytest.mark.long
 def test_a_parameter_that_is_nan_sends_the_run_back_to_a_good_checkpoint(workshop: Workshop) -> None:
     settings = (*LONG, "checkpoint.every=2", "checkpoint.keep=9", "resilience.numbers.good_after=2")
     ended = workshop.train("run", *settings, faults="1:train:9:poison")

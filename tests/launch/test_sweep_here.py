@@ -95,6 +95,7 @@ def _check_results(sweep: Path, names: list[str], capsys: pytest.CaptureFixture[
     assert single["value"] == found[1]["value"]
 
 
+@pytest.mark.long
 def test_a_point_whose_rank_is_killed_goes_on(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
     words = (*ONE, "train.steps=6", "checkpoint.every=2", "train.seed=0,1", "launch.parallel_points=1")
     ended = workshop.train("sweep", "-m", *words, faults="0:train:10:kill")

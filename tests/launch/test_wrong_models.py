@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import wrong_models
+from drawn import draw
 from jobs import Workshop
 
 from hpc_train.config.compose import compose
@@ -82,7 +83,7 @@ DOORS = {
 }
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", draw(DOORS, ["torchrun"]))
 def test_a_refused_run_leaves_no_directory_whatever_started_it(workshop: Workshop, door: str) -> None:
     ended = workshop.train("run", *WRONG, "+model.args.kind=raises", "train.steps=2", command=DOORS[door])
     assert ended.code == 1  # as torchrun and Python end
