@@ -66,8 +66,8 @@ class Constants:
     launch_expert: float = _declare_fitted(5e-5, 0.0, 3e-4, EXPERTS)
     """Host seconds of a forward for each routed expert of a rank whose products are launched one by one, which the
     device waits for: the host cannot launch ahead, since it waits for the number of rows."""
-    fused_experts: float = _declare_fitted(0.7, 0.1, 1.0, EXPERTS)
-    """expert_passes with fused kernels over those without (Jobs.cuda_graphs of the whole step)."""
+    overlap_experts: float = _declare_fitted(0.5, 0.0, 1.0, EXPERTS)
+    """Share of a layer's computation that hides all-to-alls of another micro-batch (Jobs.overlap_experts)."""
     exchange: float = _declare_fitted(1.0, 0.1, 4.0, EXPERTS)
     """Time of the all-to-all of tokens over that of moving its bytes at the speed of other collectives."""
     alignment: float = _declare_fitted(1.05, 1.0, 1.5)
@@ -107,13 +107,10 @@ class Constants:
     pipeline_exposed: float = _declare_fitted(1.0, 0.0, 2.0)
     """Share of the messages between stages that ranks wait for."""
     # PyTorch's own FSDP and tensor parallelism, over what all stacks have in common.
-    tensor_pytorch: float = _declare_fitted(1.0, 1.0, 3.0, PYTORCH)
-    """Exposed time of tp's collectives over that of Megatron's."""
     products_pytorch: float = _declare_fitted(1.0, 0.7, 1.1, PYTORCH)
-    """Speed of matrix products over that of Megatron's."""
-    cast_passes: float = _declare_fitted(2.0, 0.0, 8.0, PYTORCH)
-    """Passes over the 16-bit operands of a product in 8 bits by torchao, to find scales and to cast. tp does not split
-    the positions of a column-parallel layer's input, so that casts weigh more with tp."""
+    """Speed of matrix products on Hopper over that of Megatron's."""
+    products_blackwell: float = _declare_fitted(1.0, 0.6, 1.1, PYTORCH)
+    """The same on Blackwell."""
     launch_dtensor: float = _declare_fitted(1e-4, 1.2e-5, 6e-4, PYTORCH)
     """Host seconds to launch one kernel of a DTensor without torch.compile: its dispatch finds the layout of each
     result."""

@@ -28,7 +28,7 @@ _QUOTATION = re.compile(r"\balso in [^|)]*")
 _SCHEDULES = {"zb1p": "interleaved_zero_bubble", "zb2p": "zb_2p", "zbv": "zbv", "gpipe": "gpipe"}
 ADDED = (
     *("software", "compile", "async_tp", "attention", "schedule", "reshard", "launch_blocking", "gradient_bytes"),
-    *("memory_of", "memory_stage", "out_of_memory"),
+    *("memory_of", "memory_stage", "out_of_memory", "fp8_gather", "composite_norms"),
 )
 
 
@@ -49,13 +49,18 @@ def fill_row(row: dict[str, str]) -> dict[str, str] | None:
         # What its users run unless they say otherwise.
         found["sharding"] = "zero1" if "ZeRO stage not stated" in notes else row["sharding"]
         found["attention"] = "flash" if "flash" in text else "eager"
-    found["compile"] = "1" if "compile" in text else "0" if name in ("torchtitan", "fsdp", "llm-foundry") else ""
+    compiled = "compile" in text or "asynctp_llama3_h100" in text  # the commands of that page compile
+    found["compile"] = "1" if compiled else "0" if name in ("torchtitan", "fsdp", "llm-foundry") else ""
+    # torchtitan's own RMSNorm of 2024 (torchtitan/models/norms.py)
+    found["composite_norms"] = "1" if name == "torchtitan" and "202412" in text else ""
     found["async_tp"] = "1" if re.search(r"async-?tp", text) and not re.search(r"vanilla-?tp", text) else ""
     if "triton" in text:
         found["attention"] = "triton"
     found["schedule"] = _schedule(row, notes)
     found["reshard"] = "0" if "SHARD_GRAD_OP" in notes else ""
     found["launch_blocking"] = "1" if "LAUNCH_BLOCKING" in notes else ""
+    if name == "megatron-bridge":  # its recipes of benchmarks (perf_recipes/_common.py, grad_reduce_in_fp32)
+        found["gradient_bytes"], found["fp8_gather"] = "2", "1" if "fp8" in row["precision"] else ""
     if "fp32 grad" in notes.lower():
         found["gradient_bytes"] = "4"
     found["memory_of"] = "device" if "nvidia-smi" in notes or name == "megatron-deepspeed" else ""

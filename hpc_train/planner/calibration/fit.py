@@ -84,7 +84,7 @@ def fit_constants(runs: Sequence[MeasuredRun]) -> Constants:
     pytorch = [run for run in dense if run.columns["stack"] == FSDP]
     sizes = Counter(run.family for run in timed)
     if common := [run for run in dense if run not in pytorch or run.columns["tp"] == 1]:
-        constants = _fit_time(common, constants, sizes)
+        constants = _fit_time(common, constants, sizes, TIME, PYTORCH)
     if pytorch:
         constants = _fit_time(pytorch, constants, sizes, PYTORCH)
     if mixed:
@@ -92,16 +92,14 @@ def fit_constants(runs: Sequence[MeasuredRun]) -> Constants:
     return _fit_memory(with_memory, constants) if with_memory else constants
 
 
-def _fit_time(
-    runs: Sequence[MeasuredRun], start: Constants, family_sizes: Mapping[str, int], to: str = TIME
-) -> Constants:
+def _fit_time(runs: Sequence[MeasuredRun], start: Constants, family_sizes: Mapping[str, int], *kinds: str) -> Constants:
     jobs, measured = jobs_from_runs(runs), measured_seconds(runs)
 
     def errors(constants: Constants) -> Floats:
         log_errors: Floats = np.log(estimate_step_time(jobs, constants).step / measured)
         return log_errors
 
-    return _solve(list(constant_bounds(to)), start, errors, weight_runs(runs, family_sizes))
+    return _solve(list(constant_bounds(*kinds)), start, errors, weight_runs(runs, family_sizes))
 
 
 def _fit_memory(runs: Sequence[MeasuredRun], start: Constants) -> Constants:

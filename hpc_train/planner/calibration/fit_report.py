@@ -35,6 +35,7 @@ from hpc_train.planner.calibration.validate import (
 )
 from hpc_train.planner.constants import Constants, replace_values
 from hpc_train.planner.model.jobs import FSDP
+from hpc_train.planner.model.products import is_blackwell
 
 A100_GPT = ("sc21", "korth", "megascale", "zb", "vtrain", "bloom", "mtnlg")
 """Families of dense GPTs on several nodes of A100."""
@@ -108,12 +109,14 @@ def _fit_spreads(folds: Sequence[PredictedRun]) -> dict[str, float]:
     """Return the constants that say how wide bands are, from the errors of runs that no fit had seen.
 
     Held-out runs are among them. Those with experts or products in 8 bits do not count, which have constants of their
-    own, nor those that do not state what widens their bands anyway.
+    own, nor those that do not state what widens their bands anyway, nor PyTorch's on Blackwell: one source fits
+    products_blackwell, and cross-validation leaves it out as a whole.
     """
     rows_by_spread: dict[str, list[PredictedRun]] = {"spread": [], "spread_pytorch": []}
     for row in folds:
         columns = row.run.columns
         other = columns["experts"] > 0 or columns["peak_flops"] > columns["peak_flops_attention"]
+        other = other or (columns["stack"] == FSDP and bool(is_blackwell(np.array(columns["peak_flops_attention"]))))
         if not (other or {"recompute", "vpp"} & set(row.run.assumed)):
             pytorch = columns["stack"] == FSDP and columns["tp"] > 1
             rows_by_spread["spread_pytorch" if pytorch else "spread"].append(row)

@@ -19,6 +19,7 @@ _RATES = (
 """Columns with amounts that may be 0, which means none."""
 _FLAGS = (
     *("gated_mlp", "sp", "compile", "async_tp", "reshard", "reduce_once", "launch_blocking"),
+    *("overlap_experts", "fp8_gather", "head_norms", "composite_norms"),
     *("out_of_memory", "held_out"),
 )
 _MAX_VALUE = 1e12

@@ -18,9 +18,9 @@ class Accelerator:
     """Peak FLOP/s, by bits of the number format."""
     ceiling: float
     """Share of the 16-bit peak that the fastest matrix product of any shape reaches: "maximum achievable matmul FLOPS"
-    in Bekman's Machine Learning Engineering (github.com/stas00/ml-engineering, compute/accelerator). The values of V100
-    and of AMD's are guesses."""
-    attention: float = 0.5
+    in Bekman's Machine Learning Engineering (github.com/stas00/ml-engineering, compute/accelerator). V100's is a
+    guess."""
+    attention: float
     """Share of the 16-bit peak that fused causal attention reaches with the kernels of FlashAttention-2 (Dao 2023,
     arXiv:2307.08691: 225 TFLOP/s on A100, 335 on H100)."""
     new_attention: float | None = None
@@ -31,6 +31,10 @@ class Accelerator:
     on Hopper, because Triton uses Hopper's instructions and FlashAttention-2 does not."""
 
 
+_ATTENTION_OF_PRODUCTS = 0.34 / 0.803
+_MI300X_PRODUCTS = 0.803 * 620 / 720 * 989.4 / 1307.4
+"""MI300X reaches 620 TFLOP/s where H100 reaches 720 in one benchmark of products (SemiAnalysis 2024, MI300X vs H100 vs
+H200 Benchmark Part 1: Training); here relative to H100's ceiling."""
 _HOPPER = {16: 989.4e12, 8: 1978.9e12}
 # Large products are limited by power: GB300 (1,400 W per GPU) reaches more of its peak than GB200 (1,200 W).
 _ACCELERATORS = {
@@ -47,8 +51,11 @@ _ACCELERATORS = {
     "GB300": Accelerator(288, 8e12, 148, {16: 2500e12, 8: 5000e12, 4: 15000e12}, 0.729 * 1400 / 1200, 0.3, 0.7),
     "B200": Accelerator(192, 8e12, 148, {16: 2250e12, 8: 4500e12, 4: 9000e12}, 0.776, 0.3, 0.7),
     "B300": Accelerator(288, 8e12, 148, {16: 2250e12, 8: 4500e12, 4: 13500e12}, 0.776, 0.3, 0.7),
-    "MI250X": Accelerator(64, 1.6e12, 110, {16: 191.5e12}, 0.75),
-    "MI300X": Accelerator(192, 5.3e12, 304, {16: 1307.4e12, 8: 2614.9e12}, 0.55),
+    # Attention of AMD's is assumed to be as far from the best product as FlashAttention-2 is on H100.
+    "MI250X": Accelerator(64, 1.6e12, 110, {16: 191.5e12}, 0.767, 0.767 * _ATTENTION_OF_PRODUCTS),
+    "MI300X": Accelerator(
+        192, 5.3e12, 304, {16: 1307.4e12, 8: 2614.9e12}, _MI300X_PRODUCTS, _MI300X_PRODUCTS * _ATTENTION_OF_PRODUCTS
+    ),
 }
 
 

@@ -16,6 +16,9 @@ from hpc_train.planner.model.products import grouped_seconds, linear_seconds
 
 _GATED_PASSES = 3.0
 """Passes of SwiGLU over its width: it reads both branches and writes one (see layer.py)."""
+_EXCHANGE_UNITS = 20 / 132
+"""Share of a GPU's multiprocessors that run an all-to-all beside computation (DeepSeek-AI 2024, arXiv:2412.19437,
+section 3.2.2: 20 of an H800's 132)."""
 _KERNELS = 30.0
 """Kernel launches of router, sort, gather and sum in forward, in addition to those of a dense layer."""
 _SCORE_BYTES = 12.0
@@ -59,8 +62,7 @@ def expert_elementwise(jobs: Jobs, constants: Constants) -> Column:
     """Return the elements per token that a mixture's elementwise work passes over in forward."""
     rows = _rows_of_token(jobs)
     activation = _GATED_PASSES * (rows * jobs.expert_width + jobs.shared_width) / jobs.tp
-    passes = constants.expert_passes * choose(jobs.cuda_graphs == GRAPHED_STEP, constants.fused_experts, 1.0)
-    return activation + passes * rows * jobs.hidden * jobs.expert_tp / jobs.tp
+    return activation + constants.expert_passes * rows * jobs.hidden * jobs.expert_tp / jobs.tp
 
 
 def expert_kernels(jobs: Jobs) -> Column:
@@ -75,6 +77,19 @@ def expert_launch_seconds(jobs: Jobs, constants: Constants) -> Column:
     """
     experts = choose(jobs.stack == MEGATRON, np.maximum(jobs.experts / jobs.ep, 1), 1.0)
     return choose(jobs.cuda_graphs == GRAPHED_STEP, 0.0, jobs.sparse_share * experts * constants.launch_expert)
+
+
+def exposed_exchange_seconds(jobs: Jobs, constants: Constants, forward: Column, backward: Column) -> Column:
+    """Return the seconds of one layer's all-to-alls that a rank waits for, forward and backward.
+
+    forward, backward: seconds of the layer's computation. If jobs.overlap_experts is set, the all-to-alls of another
+    micro-batch run beside it, on some of the multiprocessors.
+    """
+    exchange = sum(exchange_seconds(jobs, constants), np.zeros(()))
+    if not np.any(jobs.overlap_experts):
+        return exchange
+    hidden = np.minimum(exchange, constants.overlap_experts * jobs.sparse_share * (forward + backward))
+    return exchange - choose(jobs.overlap_experts > 0, hidden * (1 - _EXCHANGE_UNITS), 0.0)
 
 
 def exchange_seconds(jobs: Jobs, constants: Constants) -> tuple[Column, Column]:

@@ -186,10 +186,16 @@ class Jobs:
     """Tokens of the rank with the busiest experts, over the mean."""
     sends_once: Column = field(default_factory=_zero)
     """1: a token travels once to each node that has some of its experts (DeepEP), not once to each expert."""
+    overlap_experts: Column = field(default_factory=_zero)
+    """1: the all-to-all of one micro-batch runs beside the computation of another (DualPipe: DeepSeek-AI 2024,
+    arXiv:2412.19437, section 3.2.1; Megatron-Core's overlap_moe_expert_parallel_comm). hpc_train's own does not."""
     cuda_graphs: Column = field(default_factory=_zero)
     """Index into CUDA_GRAPHS."""
     head_norms: Column = field(default_factory=_zero)
     """1: queries and keys have norms of their own."""
+    composite_norms: Column = field(default_factory=_zero)
+    """1: norms of several kernels each, which compute in fp32, where nothing fuses them (RMSNorm of published PyTorch
+    stacks before PyTorch had a kernel for it). hpc_train's are one kernel."""
     output_norms: Column = field(default_factory=_zero)
     """1: the results of attention and of the feed-forward layer have norms, too (Gemma 2)."""
     # Windows, soft-caps and masks; the defaults are those of plain causal attention.

@@ -18,6 +18,7 @@ from hpc_train.planner.model.products import linear_seconds, misalignment_factor
 # passes of a layer's forward in the fused kernels of Megatron-LM (bias + GELU, bias + dropout + add, scale + mask +
 # softmax).
 _NORM_PASSES = 4.0  # two norms, each reads its input and writes its result
+_COMPOSITE_NORM_PASSES = 16.0  # besides these, one norm as RMSNorm's six operations in fp32: 36 bytes an element
 _RESIDUAL_PASSES = 7.0  # two additions, each reads input, residual and a one-byte mask, and writes the result
 _ACTIVATION_PASSES = 2.0  # the activation function reads and writes the widened tensor
 _GATED_PASSES = 3.0  # SwiGLU reads both branches and writes one
@@ -211,10 +212,15 @@ def _elementwise_seconds(jobs: Jobs, constants: Constants, tokens: Column) -> tu
     """Return the seconds of norms, residuals and activation functions: (forward, backward)."""
     # tp splits norms and residuals only if it splits positions (sequence parallelism).
     norms = _NORM_PASSES * (1 + jobs.output_norms)
+    heads = (jobs.heads + jobs.kv_heads) * jobs.head_dim
     unsplit = (norms + _RESIDUAL_PASSES) * jobs.hidden / choose(jobs.sequence_parallel > 0, jobs.tp, 1.0)
     activation = choose(jobs.gated > 0, _GATED_PASSES, _ACTIVATION_PASSES) * jobs.feed_forward
-    rotary = _ROTARY_PASSES * (jobs.heads + jobs.kv_heads) * jobs.head_dim * jobs.gated
+    rotary = (_ROTARY_PASSES * jobs.gated + _NORM_PASSES / 2 * jobs.head_norms) * heads
     kernels = choose(jobs.fused_elementwise > 0, constants.compiled, 1.0)
+    if np.any(jobs.composite_norms):
+        is_composite = (jobs.composite_norms > 0) & (jobs.fused_elementwise == 0)
+        many = 2 * _COMPOSITE_NORM_PASSES * jobs.hidden / choose(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+        unsplit = unsplit + choose(is_composite, many / constants.eager, 0.0)
     # The passes are those of Megatron's hand-fused kernels; FSDP and hpc_train run plain PyTorch kernels unless they
     # are compiled.
     eager = choose(jobs.stack >= FSDP, constants.eager, 1.0)

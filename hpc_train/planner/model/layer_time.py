@@ -14,7 +14,7 @@ from hpc_train.config.cluster import PCIE_BANDWIDTH
 from hpc_train.planner.constants import Constants
 from hpc_train.planner.model.activations import layer_activations
 from hpc_train.planner.model.distinct import find_distinct_jobs, take_columns
-from hpc_train.planner.model.experts import exchange_seconds, expert_launch_seconds
+from hpc_train.planner.model.experts import expert_launch_seconds, exposed_exchange_seconds
 from hpc_train.planner.model.jobs import FSDP, FULL, Column, Jobs, choose
 from hpc_train.planner.model.layer import LayerWork, attention_score_width, layer_work
 from hpc_train.planner.model.network import all_reduce_seconds, all_to_all_seconds, make_rank_group, send_seconds
@@ -85,7 +85,7 @@ def _time_layer(jobs: Jobs, constants: Constants, work: LayerWork) -> LayerTime:
         moved=forward - once + backward - back,
         tensor=tensor_forward + tensor_backward,
         context=_context_seconds(jobs, constants, work),
-        experts=sum(exchange_seconds(jobs, constants), np.zeros(())) if jobs.has_experts else np.zeros(()),
+        experts=exposed_exchange_seconds(jobs, constants, forward, backward) if jobs.has_experts else np.zeros(()),
         launch_forward=np.maximum(work.launch_forward - forward - tensor_forward, 0) + waits,
         launch_backward=np.maximum(work.launch_backward - backward - tensor_backward, 0) + 2 * waits,
     )
@@ -118,7 +118,6 @@ def _tensor_seconds(jobs: Jobs, constants: Constants) -> tuple[Column, Column]:
     once = all_reduce_seconds(make_rank_group(jobs, constants, jobs.tp, np.ones(()), jobs.overlap_tensor), size)
     # A ring of n ranks has 2 (n - 1) hops; with CUDA_LAUNCH_BLOCKING ranks arrive late at each of them.
     once = once + 2 * (jobs.tp - 1) * jobs.launch_blocking * constants.blocking
-    once = once * choose(jobs.stack >= FSDP, constants.tensor_pytorch, 1.0)
     # NCCL gathers along the first dimension, but tp splits positions, which are the second: PyTorch copies the result
     # of each gather and the input of each scatter, a read and a write of the whole tensor each.
     copies = 4 * size / (jobs.memory_bandwidth * constants.memory_efficiency)

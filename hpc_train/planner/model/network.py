@@ -11,7 +11,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpc_train.planner.constants import Constants
-from hpc_train.planner.model.jobs import DEEPSPEED, FULL, HPC_TRAIN, SCHEDULES, Column, Jobs, choose, replace_columns
+from hpc_train.planner.model.jobs import (
+    DEEPSPEED,
+    FULL,
+    HPC_TRAIN,
+    MEGATRON,
+    SCHEDULES,
+    Column,
+    Jobs,
+    choose,
+    replace_columns,
+)
 from hpc_train.planner.model.pipeline import SPLITS_BACKWARD
 from hpc_train.traffic.sharding import count_block_gathers, count_end_gathers, count_reductions
 
@@ -247,11 +257,23 @@ def data_seconds(
     ahead, behind = gather * first, again + scatter
     # Nothing hides the first gather and the last reduction: one layer of `count`.
     count = np.maximum(jobs.layers / jobs.pp, 1)
-    forward = exposed_seconds(
-        ahead, windows.forward * np.minimum(uses.gathers, jobs.micro_batches), share, ahead / count
-    )
-    backward = exposed_seconds(behind, windows.backward * uses.reductions, share, behind / count)
+    chunks = _count_chunk_passes(jobs)
+    ahead_window = windows.forward * np.maximum(np.minimum(uses.gathers, jobs.micro_batches), chunks)
+    forward = exposed_seconds(ahead, ahead_window, share, ahead / count)
+    backward = exposed_seconds(behind, windows.backward * np.maximum(uses.reductions, chunks), share, behind / count)
     return forward + backward
+
+
+def _count_chunk_passes(jobs: Jobs) -> Column:
+    """Return the micro-batches beside which an interleaved pipeline of Megatron gathers and reduces; 1 for others.
+
+    A rank's virtual stages compute pp micro-batches each, one stage after another. Meanwhile, in the last round of
+    backward, the gradients of the stage before are reduced, and in the first round of forward the parameters of the
+    next stage are gathered (Megatron-Core, pipeline_parallel/schedules.py: grad_sync_func, param_sync_func).
+    """
+    v = jobs.virtual_stages
+    passes = np.minimum(jobs.pp, jobs.micro_batches) * (v - 1) / v
+    return choose((jobs.stack == MEGATRON) & (jobs.pp > 1) & (v > 1), np.maximum(passes, 1.0), 1.0)
 
 
 def _time_data_collectives(

@@ -6,7 +6,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.planner.constants import Constants
-from hpc_train.planner.model.jobs import FLOAT8_RECIPES, FSDP, HPC_TRAIN, Column, Jobs, choose, replace_columns
+from hpc_train.planner.model.jobs import (
+    FLOAT8_RECIPES,
+    FSDP,
+    HPC_TRAIN,
+    MEGATRON,
+    Column,
+    Jobs,
+    choose,
+    replace_columns,
+)
 
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.06), (128, 64, 1.2))
 """Tile sizes that cuBLAS chooses from: rows and columns of the result that one multiprocessor computes at a time, and
@@ -18,6 +27,10 @@ _ALIGNED = 8
 """Dimensions must be a multiple of this for tensor cores at 16 bits."""
 _LINE = 64
 """16-bit elements in a 128-byte cache line."""
+_CAST_INPUTS = 0.5
+"""Share of the inputs of linear layers that are cast by themselves; norms write the others in 8 bits."""
+_HOPPER, _BLACKWELL = 500e12, 2000e12
+"""Peaks in 16 bits that only GPUs of these generations and later ones exceed, FLOP/s."""
 _FOUR_BITS = 2.5
 """Ratio of peaks that tells 4-bit from 8-bit products, which have at least four times and twice the peak of 16 bits."""
 
@@ -29,22 +42,41 @@ def linear_seconds(jobs: Jobs, constants: Constants, rows: Column, inputs: Colum
     """
     flops = 2 * rows * inputs * outputs
     rate = jobs.peak_flops * jobs.gemm_ceiling * constants.gemm_efficiency * _low_precision_share(jobs, constants)
-    rate = rate * choose(jobs.stack == FSDP, constants.products_pytorch, 1.0)
+    rate = rate * _pytorch_share(jobs, constants)
     rate = rate / choose(_whole_lines(inputs) & _whole_lines(outputs), 1.0, constants.alignment)
     # Part of the memory traffic is not hidden behind arithmetic (constants.gemm_traffic); it matters for thin matrices.
     operands = rows * inputs + inputs * outputs
     moved = (operands + rows * outputs) * jobs.activation_bytes * constants.gemm_traffic
     seconds = flops / rate * wave_quantization(jobs, rows, outputs) + moved / jobs.memory_bandwidth
-    if np.any(jobs.float8):
-        casts = constants.cast_passes * operands * jobs.activation_bytes
-        seconds = seconds + choose(_is_cast(jobs), casts / jobs.memory_bandwidth, 0.0)
-    return seconds
+    return seconds + _cast_seconds(jobs, constants, rows * (_CAST_INPUTS * inputs + outputs))
 
 
-def _is_cast(jobs: Jobs) -> NDArray[np.bool_]:
-    """Return whether torchao casts the operands of products to 8 bits."""
-    cast: NDArray[np.bool_] = (jobs.float8 > 0) & (jobs.peak_flops > jobs.peak_flops_attention)
-    return cast
+def is_blackwell(peak: Column) -> NDArray[np.bool_]:
+    """Return whether GPUs are of this generation or later, by their peak in 16 bits, FLOP/s."""
+    later: NDArray[np.bool_] = peak > _BLACKWELL
+    return later
+
+
+def _pytorch_share(jobs: Jobs, constants: Constants) -> Column:
+    """Return the speed of PyTorch's matrix products over that of Megatron's: the same on Ampere and before."""
+    if not np.any(jobs.stack == FSDP):
+        return np.ones(())
+    peak = jobs.peak_flops_attention
+    share = choose(is_blackwell(peak), constants.products_blackwell, constants.products_pytorch)
+    return choose((jobs.stack == FSDP) & (peak > _HOPPER), share, 1.0)
+
+
+def _cast_seconds(jobs: Jobs, constants: Constants, elements: Column) -> Column:
+    """Return the seconds in which Megatron's Transformer Engine casts the operands of one product to 8 bits.
+
+    elements: of the input and of the output's gradient that it casts. It reads each in 16 bits and writes it twice in
+    8, for two of the three products of a layer. Parameters stay in 8 bits.
+    """
+    narrow = (jobs.stack == MEGATRON) & (jobs.peak_flops > jobs.peak_flops_attention)
+    if not np.any(narrow):
+        return np.zeros(())
+    moved = 2 * jobs.activation_bytes * elements / 3
+    return choose(narrow, moved / (jobs.memory_bandwidth * constants.memory_efficiency), 0.0)
 
 
 def _whole_lines(width: Column) -> NDArray[np.bool_]:
@@ -123,4 +155,4 @@ def grouped_seconds(
     seconds: Column = np.maximum(
         arithmetic + moved * constants.gemm_traffic / jobs.memory_bandwidth, moved / jobs.memory_bandwidth
     )
-    return seconds
+    return seconds + _cast_seconds(jobs, constants, rows * (inputs + outputs))
