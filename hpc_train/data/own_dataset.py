@@ -168,6 +168,7 @@ def split_sample(name: str, sample: Any) -> tuple[Any, Any]:
 
 
 def _stack(name: str, values: list[Any]) -> Any:
+    """Stack what the samples of a batch have: one tensor, or one for each entry. Raises UserError if they differ."""
     first = values[0]
     if isinstance(first, Mapping):
         if any(not isinstance(value, Mapping) or value.keys() != first.keys() for value in values):

@@ -103,6 +103,7 @@ class _ResumeContext:
 
 
 def _resume(candidates: Sequence[ResumeCandidate], mode: str, context: _ResumeContext) -> int:
+    """Resume what is to run again, a sweep by one submission; returns the exit code."""
     chosen = [candidate for candidate in candidates if candidate.again]
     if not chosen:
         states = Counter(candidate.status.state for candidate in candidates)
@@ -110,6 +111,7 @@ def _resume(candidates: Sequence[ResumeCandidate], mode: str, context: _ResumeCo
         context.on_submission(Resubmission((), (), (f"nothing to resume: {counts}",)))
         return EXIT_DONE
     code = EXIT_DONE
+    # `or`: after the first that fails nothing more is started.
     for folder, ids in _group_by_sweep(chosen).items():
         code = code or _resume_sweep(folder, ids, mode, context)
     for candidate in chosen:

@@ -130,11 +130,13 @@ class HangResponse:
             self._request = StackRequest(self._logs, self._request_stacks)
 
     def _report(self, hang: Hang, views: Sequence[RankView], machines: Mapping[str, Any] | None) -> None:
+        """Write down a hang: the stacks of the ranks, an incident with a folder of its own, and an event."""
         unable = {view.task for view in (*views, *hang.culprits) if view.state in _UNABLE}
         request = self._request or StackRequest(self._logs, self._request_stacks)
         answers, self._request = request.collect(request.sent + _STACK_SECONDS, unable), None
         stacks = describe_stacks(answers)
         odd = find_odd_task(answers)
+        # Heartbeats may not tell the ranks apart; then the one whose stack differs from all others is to blame.
         culprits = hang.culprits or [view for view in views if view.task == odd]
         culprit = culprits[0] if culprits else None
         text = f"the ranks hang: {hang.describe()}; {stacks}"

@@ -146,11 +146,13 @@ def _check_classes(root: Path, images: Sequence[Path]) -> None:
 
 
 def _holds_images(path: Path, suffixes: tuple[str, ...]) -> bool:
+    """Whether a source is one of images: a tar, or a folder in which they far outnumber text and tables."""
     if path.is_file():
         return _is_tar(path)
     if not path.is_dir() or is_saved_dataset(path):
         return False
     images, others = 0, []
+    # A folder may have millions of files, so only the first ones decide.
     for name in islice(_iterate_names(path), _LOOKED_AT):
         if name.lower().endswith((*IMAGE_SUFFIXES, _TAR)):
             images += 1

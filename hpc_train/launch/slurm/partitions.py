@@ -103,6 +103,7 @@ def _check_hardware(
     fitting = [kind for kind in chosen if _fits_on(config, kind)]
     if not fitting:
         raise UserError(f"{_describe_lack(config, chosen)}{others}")
+    # A job runs in one partition, so that the nodes of several do not add up.
     nodes = (
         sum(kind.nodes for kind in fitting)
         if len({kind.partition for kind in fitting}) == 1

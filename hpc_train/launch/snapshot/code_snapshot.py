@@ -175,6 +175,7 @@ def _make_tree(
     paths = [
         path for path in paths if not files.matches_pattern(path, launch.snapshot_exclude)
     ] + _select_included_paths(root, launch)
+    # Before anything is read: a data set that lies in the tree by mistake may be larger than the memory.
     _check_number(root, paths)
     _check_bytes({str(root / path): files.sum_sizes(root, path) for path in paths}, launch.snapshot_max_mib)
     entries_by_path = {path: files.read_entry(root, path) for path in paths}

@@ -55,6 +55,7 @@ def _is_started_by_hand(newest: Attempt | None) -> TypeGuard[Attempt]:
 
 
 def _decide_with_slurm(facts: RunFacts, status: RunStatus) -> RunStatus:
+    """Return the status of a run whose job Slurm is asked about."""
     record = _find_relevant_record(facts)
     if record is None:
         return _decide_without_record(facts, status)
@@ -64,10 +65,13 @@ def _decide_with_slurm(facts: RunFacts, status: RunStatus) -> RunStatus:
     if state is State.UNKNOWN:
         return replace(status, reason=f"Slurm calls it {record.state}")
     if state.waiting:
+        # Not for the first time, if Slurm has put the job back or an earlier one of its chain has run.
         again = state is State.REQUEUED or began or _has_earlier_job_started(facts)
         where = () if record.state == "PENDING" else status.nodes
         return replace(status, state=State.REQUEUED if again else State.PENDING, reason=record.reason, nodes=where)
     if state is State.RUNNING:
+        # The script has written how its ranks ended, and Slurm has yet to complete the job; or several points share a
+        # job, which goes on for the others.
         if result is not None and began and (_ends_itself(record, result) or facts.point.packed):
             return _mark_requeued(status, result) if result.goes_on else _decide_by_result(facts, status, result)
         word = "" if record.state == "RUNNING" else record.state.lower()

@@ -164,7 +164,7 @@ class CopyGroup:
         self._make_group()
         newest_update = max(completed.values())
         if self._group is None or min(completed.values()) == newest_update:
-            return room
+            return room  # no copy lacks a sum that another one has
         source = next(copy for copy in self._copies if completed[copy] == newest_update)
         if self._completed == newest_update:
             assert self._last is not None

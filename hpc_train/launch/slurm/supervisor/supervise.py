@@ -175,6 +175,7 @@ class Supervisor:
 
     def _end_after_lost_node(self) -> bool:
         """Return whether all ranks were ended because nodes are lost; resilience.act=false: that is only reported."""
+        # Spare nodes are asked, too, as soon as a node may be lost: the ranks would start again on them.
         doubtful = self._spares if self._reports.is_any_late(self._silent_seconds / 2) else ()
         self._probe.ask([*self._reports.list_late(), *doubtful])
         silent = self._reports.find_silent(self._silent_seconds)
