@@ -223,7 +223,7 @@ def _decide_on_process_0(
 ) -> RankAssignment:
     """Decide the assignment on process 0, with the settings and notes that are the same for all ranks."""
     assignment = decide_assignment(config, infos, task.processes, find)
-    # NICs and variables of a node are the same for all of its ranks, so local rank 0 speaks for it.
+    # Only local rank 0 has surveyed the NICs of its node, for all of its ranks.
     heads = [info for info in infos if info.local == 0]
     gpus = _assign_gpus_of_placed(config, assignment, infos)
     settings = [
