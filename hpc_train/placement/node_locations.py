@@ -249,10 +249,15 @@ def _choose_domains(
     blocks: Mapping[str, str],
     topology: Cluster | None,
 ) -> tuple[dict[str, str], list[str]]:
-    """Return (NVLink domain of each node, a note on it)."""
+    """Return (NVLink domain of each node, a note on it).
+
+    What NVML measures in the job comes first, then the domains that a file names, then Slurm's blocks, if they can be
+    NVLink domains.
+    """
     chosen = blocks if _are_domains(cluster, blocks, topology) else {}
     measured = {host.name: host.clique for host in hosts if host.clique is not None}
     if measured:
+        # They agree if every block is one measured domain, and every domain one block.
         pairs = {(measured[name], block) for name, block in chosen.items() if name in measured}
         disagree = len(pairs) != len({clique for clique, _ in pairs}) or len(pairs) != len(
             {block for _, block in pairs}

@@ -299,6 +299,7 @@ def _group_files(files: Sequence[list[DatasetRow]]) -> Iterator[list[tuple[int, 
 def _write_group(
     temporary: Path, source: TensorSource, group: list[tuple[int, list[DatasetRow]]], on_bytes: OnBytes
 ) -> list[tuple[ShardFile, FileLayout]]:
+    """Write the files of a group in one pass over the source: what several of them have parts of is read once."""
     opened: list[_OpenFile] = []
     try:
         for index, rows in group:

@@ -58,6 +58,7 @@ def baseline_kinds(space: SearchSpace, per_node: int) -> list[BaselineKind]:
     """List the kinds of baselines for a search space. per_node: ranks on a node."""
     world, shape = space.world, space.shape
     across = [float(n) for n in list_divisors(world) if 1 < n < world]
+    # The first three kinds have samples of their own on every rank, so the batch must divide over all of them.
     batch = None
     if shape.global_batch % world:
         batch = f"a batch of {shape.global_batch:,} does not divide over {world:,} data-parallel ranks"
@@ -72,6 +73,7 @@ def baseline_kinds(space: SearchSpace, per_node: int) -> list[BaselineKind]:
     inside = [n for n in list_tensor_degrees(shape, math.gcd(world, per_node)) if 1 < n <= per_node]
     stages = [float(n) for n in list_divisors(world) if 1 < n <= shape.layers]
     if inside:
+        # As people do it by hand: the largest tp that a node has, and stages over what is left.
         stages = [n for n in stages if world % (n * inside[-1]) == 0] or [1.0]
         tensor = {"tp": (float(inside[-1]),), "pp": tuple(stages), "cp": (1.0,), "zero": (0.0, 1.0)}
         schedules = tuple(float(SCHEDULES.index(name)) for name in ("1f1b", "interleaved_1f1b"))

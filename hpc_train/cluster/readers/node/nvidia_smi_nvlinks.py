@@ -79,6 +79,7 @@ def _take_line(gpus: list[_GpuLinks], line: str, where: str) -> None:
         gpus[-1].all_down = True
     elif link := _LINK.fullmatch(line):
         _add_link(gpus[-1], int(link[1]), link[2], where)
+    # A line that begins like one of these and matches none was cut, or shortened to `...`.
     elif re.match(r"\s*(?:Link \d|\[?\.\.\.|NVML|G(?:P(?:U\b.*)?)?$)", line):
         raise UserError(f"{where}: {line.strip()[:60]!r} is not a GPU or the state of a link; expected {_EXAMPLE}")
 
