@@ -157,8 +157,8 @@ def check_gpus(env: Mapping[str, str]) -> Iterator[Finding]:
     node = cluster.nodes[0]
     for warning in caught:
         yield fail_check("driver", str(warning.message), "see dmesg for the GPU that fell off, and drain the node")
-    seen = torch.cuda.device_count()
-    yield check_gpus_in_torch(node.gpus, seen, torch.version.cuda is not None or torch.version.hip is not None)
+    visible = torch.cuda.device_count()
+    yield check_gpus_in_torch(node.gpus, visible, torch.version.cuda is not None or torch.version.hip is not None)
     yield from check_nvlinks(node.gpus)
     yield from check_ports(node.nics)
     yield from check_nic_variables(survey_node(lambda: cluster), len(node.gpus))

@@ -69,8 +69,8 @@ def cancel_runs(runs: Sequence[CancelCandidate], now: bool, wait: bool, output: 
     if jobs := [run for run in runs if run.facts.jobs]:
         waiting, shared = _cancel_jobs(jobs, now, run_client, output)
         # A job may have begun between our look and our scancel; it gets the way of running ones.
-        if begun := [run for run in _find_states(waiting) if run.jobs(running=True)]:
-            _cancel_jobs(begun, now, run_client, output)
+        if started_runs := [run for run in _find_states(waiting) if run.jobs(running=True)]:
+            _cancel_jobs(started_runs, now, run_client, output)
     _cancel_without_slurm([run for run in runs if not run.facts.jobs], now, output)
     if now or not wait:
         return 0
@@ -120,9 +120,9 @@ def _cancel_jobs(
     shared = _list_runs_with_shared_jobs(runs, ask)
     # Before any signal: the batch script looks for the marker as soon as its ranks end.
     _mark_cancelled(runs, shared, now)
-    alone = [run for run in runs if run not in shared]
-    waiting = list(dict.fromkeys(job for run in alone for job in run.jobs(running=False)))
-    running = list(dict.fromkeys(job for run in alone for job in run.jobs(running=True)))
+    unshared = [run for run in runs if run not in shared]
+    waiting = list(dict.fromkeys(job for run in unshared for job in run.jobs(running=False)))
+    running = list(dict.fromkeys(job for run in unshared for job in run.jobs(running=True)))
     steps = [step for run in shared for step in find_job_steps(run.facts, ask)]
     if now:
         cancel_jobs([], waiting + running + steps, ask)
@@ -137,7 +137,7 @@ def _cancel_jobs(
     for run in shared:
         what = "will not begin" if run.status.state.waiting else "asked to save and end"
         output.print_result(f"{run.status.point}: {what}")
-    waited = [run.facts.point for run in alone if run.status.state.waiting]
+    waited = [run.facts.point for run in unshared if run.status.state.waiting]
     return waited, frozenset(run.facts.point.run for run in shared)
 
 

@@ -282,7 +282,7 @@ def _is_first_report(logs: Path) -> bool:
     """Whether no other rank of this attempt has reported its failure yet."""
     try:
         # O_EXCL is atomic across nodes, also on NFS: exactly one rank makes the file.
-        os.close(os.open(logs / "told", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        os.close(os.open(logs / "reported", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:
         return False
     return True

@@ -104,12 +104,12 @@ def _make_front_point(candidate: Candidate) -> tuple[float, float, float]:
 def explain_no_candidate(plan: PlanConfig, candidates: Sequence[Candidate]) -> str:
     """Say in one line which limits leave no candidate, and what the cheapest and the quickest take."""
     limits = {"plan.budget": plan.budget, "plan.deadline_days": plan.deadline_days}
-    given = " and ".join(f"{name}={value:g}" for name, value in limits.items() if value is not None)
+    limit_list = " and ".join(f"{name}={value:g}" for name, value in limits.items() if value is not None)
     cheapest, quickest = min(candidates, key=_find_least_money), min(candidates, key=_get_days)
     facts = [f"the fastest takes {_get_days(quickest):.3g} days ({quickest.ranks:,} ranks)"]
     if _find_least_money(cheapest) < float("inf"):
         facts = [f"the cheapest costs {_find_least_money(cheapest):,.4g} ({cheapest.ranks:,} ranks)", *facts]
-    return f"{given}: no candidate that fits meets it: {', '.join(facts)}"
+    return f"{limit_list}: no candidate that fits meets it: {', '.join(facts)}"
 
 
 def _find_least_money(candidate: Candidate) -> float:

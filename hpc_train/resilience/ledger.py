@@ -215,9 +215,9 @@ def _split_length(period: Period, length: float, kept_up_to: int) -> dict[str, f
         return {"start": noticed, "drain": length - noticed}
     last = period.lines[-1]
     parts = {name: last.seconds.get(name, 0.0) for name in ("start", "load", "data", "save", "evaluate", "drain")}
-    made = last.seconds.get("step", 0.0)
-    parts["kept"] = min(made, _seconds_of_steps(period.lines, period.resumed, kept_up_to))
-    parts["lost"] = made - parts["kept"]
+    step_seconds = last.seconds.get("step", 0.0)
+    parts["kept"] = min(step_seconds, _seconds_of_steps(period.lines, period.resumed, kept_up_to))
+    parts["lost"] = step_seconds - parts["kept"]
     # Rank 0 has written the line, and the batch script the begin and the end: the clocks of their nodes may differ.
     written = min(max(last.time, period.began + sum(last.seconds.values())), period.ended)
     # What came before the process: the batch script, modules, srun.
@@ -237,11 +237,11 @@ def _seconds_of_steps(lines: Sequence[LedgerLine], resumed: int | None, step: in
     # Lines come every few seconds, a save at any step: the step asked for lies between two lines as a rule.
     at, seconds = resumed if resumed is not None else lines[0].step, 0.0
     for line in lines:
-        made = line.seconds.get("step", 0.0)
+        step_seconds = line.seconds.get("step", 0.0)
         if line.step >= step:
             share = (step - at) / (line.step - at) if line.step > at else 0.0
-            return seconds + max(0.0, min(share, 1.0)) * (made - seconds)
-        at, seconds = line.step, made
+            return seconds + max(0.0, min(share, 1.0)) * (step_seconds - seconds)
+        at, seconds = line.step, step_seconds
     return seconds
 
 

@@ -239,8 +239,8 @@ class _EagerRanks:
         for needed in action.list_inputs(order.stages):
             if needed not in self._ended:
                 return None
-            away = order.placement[needed.stage] != rank
-            start = max(start, self._ended[needed] + (self._schedule.times.communication if away else 0.0))
+            on_other_rank = order.placement[needed.stage] != rank
+            start = max(start, self._ended[needed] + (self._schedule.times.communication if on_other_rank else 0.0))
         return start
 
     def _fits(self, rank: int, action: Action) -> bool:

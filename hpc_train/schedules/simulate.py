@@ -127,8 +127,8 @@ class _Clock:
 
     def _find_arrival(self, rank: int, needed: Action) -> float:
         """Return when a result arrives at a rank; 0 for the result of the other half of the same overlap."""
-        away = self._order.placement[needed.stage] != rank
-        return self._ended.get(needed, 0.0) + (self._times.communication if away else 0.0)
+        on_other_rank = self._order.placement[needed.stage] != rank
+        return self._ended.get(needed, 0.0) + (self._times.communication if on_other_rank else 0.0)
 
 
 def _count_live(row: tuple[OrderEntry, ...]) -> int:

@@ -143,8 +143,8 @@ def run_loop_checkpoint_command(options: LoopCheckpointOptions, as_json: bool) -
 
 def measure_sides(world: World, options: LoopCheckpointOptions) -> dict[str, Any]:
     """Time all operations in interleaved rounds; medians of the slowest rank in seconds. A collective."""
-    made = tempfile.mkdtemp(prefix="loop-checkpoint-", dir=options.directory) if world.rank == 0 else ""
-    folder = Path(all_gather_values(made)[0])
+    temporary = tempfile.mkdtemp(prefix="loop-checkpoint-", dir=options.directory) if world.rank == 0 else ""
+    folder = Path(all_gather_values(temporary)[0])
     try:
         model, optimizer = _make_model(options.mib)
         sides: list[_Side] = [
@@ -212,10 +212,10 @@ def format_table(table: dict[str, Any]) -> str:
         f"{'':8}{'Checkpointer':>14}{'DCP':>10}{'DCP / ours':>12}{'of the rounds':>16}",
     ]
     for operation in OPERATIONS:
-        ours, theirs = table["seconds"][operation]["Checkpointer"], table["seconds"][operation]["DCP"]
+        own_seconds, dcp_seconds = table["seconds"][operation]["Checkpointer"], table["seconds"][operation]["DCP"]
         ratio = table["dcp_over_ours"][operation]
         lines.append(
-            f"{operation:8}{ours:>14.3f}{theirs:>10.3f}{ratio['median']:>12.2f}"
+            f"{operation:8}{own_seconds:>14.3f}{dcp_seconds:>10.3f}{ratio['median']:>12.2f}"
             f"{ratio['least']:>9.2f} - {ratio['most']:.2f}"
         )
     return "\n".join(lines)

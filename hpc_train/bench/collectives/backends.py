@@ -76,10 +76,10 @@ def ring_all_reduce(wire: PointToPoint, buffer: Tensor, scratch: Tensor) -> None
     for step in range(ranks - 1):
         # In each step a rank passes on the part that it has just added to; after ranks - 1 steps it has one complete
         # sum.
-        mine = parts[(rank - step - 1) % ranks]
-        incoming = scratch[: mine.numel()]
+        chunk = parts[(rank - step - 1) % ranks]
+        incoming = scratch[: chunk.numel()]
         wire.exchange(parts[(rank - step) % ranks], to, incoming, source)
-        mine += incoming
+        chunk += incoming
     for step in range(ranks - 1):
         wire.exchange(parts[(rank + 1 - step) % ranks], to, parts[(rank - step) % ranks], source)
 
@@ -120,9 +120,9 @@ class TorchBackend:
 
     def connect(self, group: RankGroup) -> TorchConnection:
         """See backends.Backend."""
-        everyone = dist.group.WORLD
-        assert everyone is not None
-        chosen = everyone if group.axis == WORLD_AXIS else self._world.mesh.get_group(group.axis)
+        all_ranks = dist.group.WORLD
+        assert all_ranks is not None
+        chosen = all_ranks if group.axis == WORLD_AXIS else self._world.mesh.get_group(group.axis)
         # NCCL's first call in a group must include all its ranks; a message between two of them does not.
         dist.all_reduce(torch.zeros(1, device=self.device), group=chosen)
         return TorchConnection(chosen)

@@ -201,15 +201,15 @@ class DataPattern:
     def expected(self, shape: CollectiveShape, index: int) -> Tensor | None:
         """Return what that rank must receive, (shape.received,); None if nothing (reduce, except at the first rank)."""
         name, count, ranks = shape.operation.name, shape.count, shape.ranks
-        everyone = float(sum(map(_compute_weight, range(ranks))))
+        total = float(sum(map(_compute_weight, range(ranks))))
         own_part = slice(index * count, (index + 1) * count)
         match name:
             case "all_reduce":
-                return self._values[:count] * ranks + everyone
+                return self._values[:count] * ranks + total
             case "reduce":
-                return None if index else self._values[:count] * ranks + everyone
+                return None if index else self._values[:count] * ranks + total
             case "reduce_scatter":
-                return self._values[own_part] * ranks + everyone
+                return self._values[own_part] * ranks + total
             case "broadcast":
                 return self._values[:count] + _compute_weight(0)
             case "send_recv":

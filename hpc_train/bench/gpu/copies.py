@@ -93,15 +93,18 @@ def measure_checkpoint(world: World, quick: bool) -> Iterator[Row]:
         yield Row("state", size / 2**20, "MiB", "parameters and optimizer state, in the temporary directory")
         for step, name in enumerate(("first save, which locks memory", "second save", "third save")):
             synchronize_device(world.device)
-            begun = time.perf_counter()
+            started = time.perf_counter()
             saver.save(step, shards, {})
-            stall = time.perf_counter() - begun
+            stall = time.perf_counter() - started
             problems = [str(save.error) for save in saver.wait() if save.error is not None]
-            done = time.perf_counter() - begun
+            seconds = time.perf_counter() - started
             if problems:
                 raise OSError(problems[0])
             yield Row(
-                f"{name}: stall", stall * 1e3, "ms", f"{size / stall / 1e9:.3g} GB/s; on the disk in {done:.3g} s"
+                f"{name}: stall",
+                stall * 1e3,
+                "ms",
+                f"{size / stall / 1e9:.3g} GB/s; on the disk in {seconds:.3g} s",
             )
             rmtree(Path(folder) / f"step-{step}", ignore_errors=True)
 

@@ -43,7 +43,7 @@ Rows = Iterator[Row]
 
 def measure_part(name: str, device: str, quick: bool) -> PartResult:
     """Measure one part in this process. An error is the reason in its result; rows before it are kept."""
-    begun, rows, failed = time.monotonic(), list[Row](), None
+    started, rows, failed = time.monotonic(), list[Row](), None
     try:
         with start_alone(device) as world:
             for row in _find_part(name)(world, quick):
@@ -51,7 +51,7 @@ def measure_part(name: str, device: str, quick: bool) -> PartResult:
     except Exception as error:  # whatever a card does, the other parts are worth having
         lines = str(error).strip().splitlines()
         failed = f"{type(error).__name__}: {lines[0] if lines else ''}"
-    return PartResult(name, time.monotonic() - begun, tuple(rows), failed)
+    return PartResult(name, time.monotonic() - started, tuple(rows), failed)
 
 
 def _find_part(name: str) -> Callable[[World, bool], Rows]:
@@ -107,9 +107,9 @@ def measure_speed(world: World, quick: bool, shape: str, cases: dict[str, tuple[
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     medians = []
     for index, (case, config) in enumerate(configs.items()):
-        ours, theirs = seconds[2 * index], seconds[2 * index + 1]
-        medians.append(statistics.median(ours))
-        yield from _list_speeds(case, config, ours, theirs, name)
+        own_seconds, reference_seconds = seconds[2 * index], seconds[2 * index + 1]
+        medians.append(statistics.median(own_seconds))
+        yield from _list_speeds(case, config, own_seconds, reference_seconds, name)
         first, other = losses[2 * index : 2 * index + 2]
         yield Row(f"{case}: first loss, ours less the loop's", first - other, "", f"{first:.6g} and {other:.6g}")
     if len(medians) > 1:

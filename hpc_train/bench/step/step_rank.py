@@ -169,11 +169,11 @@ def draw_sample_order(config: RunConfig, world: World, data: Dataset, steps: int
 
 def _check_first_losses(sides: list[Side], config: RunConfig) -> None:
     losses = {side.name: side.first_loss for side in sides}
-    ours, theirs = losses["hpc_train"], losses[REFERENCE_SIDE]
-    if not abs(ours - theirs) <= _LOSS_TOLERANCE * abs(theirs):
+    own_loss, reference_loss = losses["hpc_train"], losses[REFERENCE_SIDE]
+    if not abs(own_loss - reference_loss) <= _LOSS_TOLERANCE * abs(reference_loss):
         raise UserError(
-            f"model={config.model.name}: its first loss is {ours:.6g}, its cross entropy {theirs:.6g}; bench step "
-            "compares models whose loss is the cross entropy of what they return"
+            f"model={config.model.name}: its first loss is {own_loss:.6g}, its cross entropy {reference_loss:.6g}; "
+            "bench step compares models whose loss is the cross entropy of what they return"
         )
 
 

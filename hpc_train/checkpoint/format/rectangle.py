@@ -34,13 +34,13 @@ class Rectangle:
 
     def start_in(self, outer: Rectangle) -> tuple[int, ...]:
         """Return the offset of this rectangle within `outer`."""
-        return tuple(mine - its for mine, its in zip(self.offset, outer.offset, strict=True))
+        return tuple(begin - outer_begin for begin, outer_begin in zip(self.offset, outer.offset, strict=True))
 
     def contains(self, other: Rectangle) -> bool:
         """Return whether all of `other` is inside."""
         return all(
-            mine <= its and its + size <= end
-            for mine, its, size, end in zip(self.offset, other.offset, other.shape, self._end, strict=True)
+            begin <= other_begin and other_begin + size <= end
+            for begin, other_begin, size, end in zip(self.offset, other.offset, other.shape, self._end, strict=True)
         )
 
     @property

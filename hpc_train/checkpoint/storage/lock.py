@@ -104,8 +104,8 @@ class Lock:
         except NotRegularError as error:
             raise CheckpointError(f"this run no longer has the lock {self.path}: {error.strerror}") from error
         if content is None or content.owner != self.owner:
-            who = f"{content.owner} has taken it over" if content and content.owner else "it was removed"
-            raise CheckpointError(f"this run no longer has the lock {self.path}: {who}")
+            reason = f"{content.owner} has taken it over" if content and content.owner else "it was removed"
+            raise CheckpointError(f"this run no longer has the lock {self.path}: {reason}")
 
     def release(self) -> None:
         """Release the lock, if it is still ours."""

@@ -282,17 +282,17 @@ def _check_compression(config: RunConfig) -> None:
 
 
 def _check_parallel_hdf5(config: RunConfig) -> None:
-    checkpoint, asked = config.checkpoint, "checkpoint.parallel_hdf5=true"
+    checkpoint, setting = config.checkpoint, "checkpoint.parallel_hdf5=true"
     for name in ("ranks_per_file", "writers_per_node", "stage_dir", "incremental"):
         if getattr(checkpoint, name) != getattr(CheckpointConfig(), name):
             raise UserError(
-                f"checkpoint.{name}={getattr(checkpoint, name)}: no effect with {asked}, where all ranks write one "
+                f"checkpoint.{name}={getattr(checkpoint, name)}: no effect with {setting}, where all ranks write one "
                 "file at once from memory; leave one of them out"
             )
     if config.parallel.reduce_with == "mpi" or config.parallel.server.mode != "none":
         raise UserError(
-            f"{asked}: the training uses MPI too, which serves one thread at a time; set checkpoint.ranks_per_file=0, "
-            "which shares files without MPI"
+            f"{setting}: the training uses MPI too, which serves one thread at a time; set "
+            "checkpoint.ranks_per_file=0, which shares files without MPI"
         )
 
 

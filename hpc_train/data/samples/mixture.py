@@ -60,8 +60,8 @@ class MixtureDataset:
         lines = []
         for source, count in zip(self.sources, counts, strict=True):
             epochs = count / len(source)
-            again = ", repeated in a new order each time" if count > len(source) else ""
-            lines.append(f"{source.name}: {count:,} of {samples:,} samples, {epochs:.2f} epochs{again}")
+            repetition = ", repeated in a new order each time" if count > len(source) else ""
+            lines.append(f"{source.name}: {count:,} of {samples:,} samples, {epochs:.2f} epochs{repetition}")
         return lines
 
     @property

@@ -110,13 +110,13 @@ def ask_for_compact_nodes(config: RunConfig, request: JobRequest, report: Report
         if mode == "ask":
             report(f"launch.compact_nodes=ask: nothing is asked for: {decision}")
         return request
-    best, asked = decision.choose(mode)
+    best, is_requested = decision.choose(mode)
     if best is None:
         if mode == "ask":
             report("launch.compact_nodes=ask: nothing is asked for: no request of Slurm's brings these nodes closer")
         return request
-    report(decision.describe(best, asked))
-    if not asked:
+    report(decision.describe(best, is_requested))
+    if not is_requested:
         return request
     extra = {**request.parameters["additional_parameters"], best.option: decision.format_value(best)}
     return replace(request, parameters={**request.parameters, "additional_parameters": extra})

@@ -93,12 +93,12 @@ def _check_hardware(
     others = _describe_other_partitions(config, request, everything, chosen)
     if not any(kind.up for kind in chosen):
         raise UserError(f"launch.partition={name}: it is down{others}")
-    asked = config.launch.time_minutes
-    if all(kind.minutes is not None and kind.minutes < asked for kind in chosen):
+    minutes = config.launch.time_minutes
+    if all(kind.minutes is not None and kind.minutes < minutes for kind in chosen):
         longest = max(kind.minutes or 0 for kind in chosen)
         raise UserError(
-            f"launch.time_minutes={asked}: partition {name} allows {longest}; use launch.time_minutes={longest}, a run "
-            f"that is not done by then saves and is requeued (or goes on in the next job of launch.chain=N){others}"
+            f"launch.time_minutes={minutes}: partition {name} allows {longest}; use launch.time_minutes={longest}, a "
+            f"run that is not done by then saves and is requeued (or goes on in the next job of launch.chain=N){others}"
         )
     fitting = [kind for kind in chosen if _fits_on(config, kind)]
     if not fitting:

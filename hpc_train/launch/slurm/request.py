@@ -199,8 +199,12 @@ def _resource_options(config: RunConfig, folder: RunDirectory, excluded: Sequenc
         # singleton: one at a time of this user's jobs of this name.
         "dependency": "singleton" if launch.chain > 1 else None,
     }
-    again = "requeue" if launch.max_attempts > 1 else "no-requeue"
-    extra = {again: True, "output": _file_pattern(folder.path / "logs") + "/job-%j.log", **_extra_options(launch)}
+    requeue = "requeue" if launch.max_attempts > 1 else "no-requeue"
+    extra = {
+        requeue: True,
+        "output": _file_pattern(folder.path / "logs") + "/job-%j.log",
+        **_extra_options(launch),
+    }
     if launch.spares or config.resilience.elastic.min_nodes:
         extra["no-kill"] = True  # a node that dies must not end the job
     if launch.reservation:
@@ -223,13 +227,13 @@ def _job_name(config: RunConfig, folder: RunDirectory) -> str:
 
 
 def _check_time(config: RunConfig) -> None:
-    limit, asked = config.cluster.slurm.max_time_minutes, config.launch.time_minutes
-    if limit is not None and asked > limit:
+    limit, minutes = config.cluster.slurm.max_time_minutes, config.launch.time_minutes
+    if limit is not None and minutes > limit:
         raise UserError(
-            f"launch.time_minutes={asked}: {config.cluster.name} allows {limit}; a job that stops is requeued"
+            f"launch.time_minutes={minutes}: {config.cluster.name} allows {limit}; a job that stops is requeued"
         )
-    if config.launch.signal_seconds >= asked * 60:
+    if config.launch.signal_seconds >= minutes * 60:
         raise UserError(
-            f"launch.signal_seconds={config.launch.signal_seconds}: not before the end of a job of {asked} minutes; "
+            f"launch.signal_seconds={config.launch.signal_seconds}: not before the end of a job of {minutes} minutes; "
             "it would be told to stop at its start"
         )

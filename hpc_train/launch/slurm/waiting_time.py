@@ -86,8 +86,12 @@ def fit_demand(
 
 def _describe_concessions(config: RunConfig, wanted: int, nodes: int, included: Sequence[str]) -> tuple[str, ...]:
     """Describe what a job does without. wanted: nodes of the ranks. included: nodes that it would rather leave out."""
-    spares, asked = nodes - wanted, config.launch.spares
-    fewer = [f"asks for {spares} of {asked} spare nodes: Slurm has no others"] if spares < asked else []
+    spares, configured_spares = nodes - wanted, config.launch.spares
+    fewer = (
+        [f"asks for {spares} of {configured_spares} spare nodes: Slurm has no others"]
+        if spares < configured_spares
+        else []
+    )
     return (*fewer, *(f"{host} is not left out: Slurm has too few other nodes" for host in included))
 
 

@@ -329,14 +329,14 @@ def _remove_snapshot(path: Path) -> None:
 
     One that a submission has asked for meanwhile is moved back.
     """
-    away = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    moved_path = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     # Readers never see half a snapshot; and after the rename nobody new can come to rely on it.
-    path.rename(away)
+    path.rename(moved_path)
     if _is_needed(path):
         with suppress(OSError):  # it has been stored again
-            away.rename(path)
+            moved_path.rename(path)
             return
-    files.remove_read_only(away)
+    files.remove_read_only(moved_path)
 
 
 def _is_needed(path: Path) -> bool:

@@ -157,24 +157,24 @@ def _find_shape_of_point(
 ) -> _ResourceShape:
     try:
         job = _find_shared_job_config(config) if config.launch.points_per_job > 1 else config
-        alone = _make_config_of_part(config, job) if job is not config else config
+        part = _make_config_of_part(config, job) if job is not config else config
         base = make_request(job, RunDirectory(folder.path, folder.path / "checkpoints"), code)
     except UserError as error:
         raise UserError(f"point {' '.join(point.overrides) or point.id}: {error}") from None
-    return _ResourceShape(alone, job, base, ())
+    return _ResourceShape(part, job, base, ())
 
 
 def _find_shared_job_config(config: RunConfig) -> RunConfig:
     """Return the config of the job that launch.points_per_job points share: one's nodes, all ranks."""
     count, cluster, node = config.launch.points_per_job, config.cluster, config.cluster.node
     ranks = cluster.ranks_per_node
-    asked = f"launch.points_per_job={count}"
+    setting = f"launch.points_per_job={count}"
     if node.gpus and cluster.slurm.gpu_request == "none":
-        raise UserError(f"{asked}: {cluster.name} gives nodes whole, GPUs are not shared out; leave it out")
+        raise UserError(f"{setting}: {cluster.name} gives nodes whole, GPUs are not shared out; leave it out")
     if node.gpus and ranks * count > node.gpus:
         raise UserError(
-            f"{asked}: {count} points of {ranks} ranks per node need {ranks * count} GPUs, and a node has {node.gpus}; "
-            f"use launch.points_per_job={node.gpus // ranks or 1}"
+            f"{setting}: {count} points of {ranks} ranks per node need {ranks * count} GPUs, and a node has "
+            f"{node.gpus}; use launch.points_per_job={node.gpus // ranks or 1}"
             + ("" if ranks * 2 <= node.gpus else " or fewer cluster.node.ranks")
         )
     memory = config.launch.memory_gib * count if config.launch.memory_gib else None

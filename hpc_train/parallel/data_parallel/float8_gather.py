@@ -83,8 +83,8 @@ class WeightScales:
         shards = [cast.weight.to_local() for cast in self._casts]
         filled = [shard for shard in shards if shard.numel()]  # another rank may have all rows
         magnitudes = iter(find_largest_magnitudes(filled) if filled else [])
-        nothing = shards[0].new_zeros(())
-        largest = torch.stack([next(magnitudes) if shard.numel() else nothing for shard in shards])
+        zero = shards[0].new_zeros(())
+        largest = torch.stack([next(magnitudes) if shard.numel() else zero for shard in shards])
         mesh = self._casts[0].weight.device_mesh  # shards are on its last axis, copies on the one before
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
         for cast, scale in zip(self._casts, amax_to_scale(largest, self._casts[0].float8), strict=True):

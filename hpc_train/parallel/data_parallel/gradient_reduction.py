@@ -181,9 +181,9 @@ class TopK:
             buffer[sent_indices.long()] += sent_values
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
-        everyone = [torch.empty_like(tensor) for _ in range(self._group.size())]
-        dist.all_gather(everyone, tensor, group=self._group)
-        return everyone
+        gathered = [torch.empty_like(tensor) for _ in range(self._group.size())]
+        dist.all_gather(gathered, tensor, group=self._group)
+        return gathered
 
 
 class PowerSGD:

@@ -77,9 +77,9 @@ class AsynchronousServerEngine(ServerEngine):
 
     def __init__(self, model: nn.Module, updates: AsynchronousUpdate, config: RunConfig, world: World) -> None:
         super().__init__(model, updates, config, world)
-        alone = replace(world, size=1, rank=0, dp_index=0, dp_size=1)
+        single_world = replace(world, size=1, rank=0, dp_index=0, dp_size=1)
         self._local_updates = updates
-        self._local_engine = PlainEngine(model, UnwrappedModel(model), updates, config, alone)
+        self._local_engine = PlainEngine(model, UnwrappedModel(model), updates, config, single_world)
 
     def forward_backward(self, batch: StepBatch) -> Sums:
         """Accumulate this rank's gradient; the sums are of its own tokens, because no worker waits for the others."""

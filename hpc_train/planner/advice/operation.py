@@ -128,9 +128,9 @@ def check_budget(facts: RunFacts) -> Advice | None:
     money = min(ways, key=lambda money: money.p50)
     why = f"the run costs {money.p50:.4g} ({money.p10:.4g} to {money.p90:.4g}); the budget is {plan.budget:.4g}"
     tokens = facts.tokens
-    less = f"plan.tokens={tokens * plan.budget / money.p50:.2g}, or " if tokens else ""
+    cheaper = f"plan.tokens={tokens * plan.budget / money.p50:.2g}, or " if tokens else ""
     return Advice(
-        "plan.budget", why, f"{less}a more efficient layout: fewer GPUs cost less in total, but take longer", "error"
+        "plan.budget", why, f"{cheaper}a more efficient layout: fewer GPUs cost less in total, but take longer", "error"
     )
 
 

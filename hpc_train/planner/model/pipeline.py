@@ -186,20 +186,20 @@ def _whole_backward_moments(jobs: Pipelines) -> list[PipelineMoment]:
     together = has_loss * np.where((jobs.pp > 1) & np.isin(jobs.schedule, _WHOLE_ROUNDS), m, 1.0)
     # If more micro-batches follow, every stage of the rank has had a backward before the most are in flight.
     before = np.where(m * v > counts, 1.0, 0.0)
-    nothing = np.zeros(shape)
-    first = PipelineMoment(counts - together, together, together, nothing, nothing, before, nothing, has_loss)
+    zeros = np.zeros(shape)
+    first = PipelineMoment(counts - together, together, together, zeros, zeros, before, zeros, has_loss)
     fewer = np.minimum(counts, 1)
     later_last = np.maximum(together - has_loss, np.where(counts > 1, 0.0, has_loss) * (m > 1))
     # looped_bfs goes back through one stage with all micro-batches before it begins with the next.
     one_stage = jobs.schedule == _SCHEDULE_CODE["looped_bfs"]
     second = PipelineMoment(
-        np.maximum(counts - together - fewer * (1 - has_loss), 0), later_last, later_last, nothing, nothing,
-        np.where(m > 1, np.where(one_stage, 1 / v, np.ones(shape)), 0.0), nothing, has_loss,
+        np.maximum(counts - together - fewer * (1 - has_loss), 0), later_last, later_last, zeros, zeros,
+        np.where(m > 1, np.where(one_stage, 1 / v, np.ones(shape)), 0.0), zeros, has_loss,
     )  # fmt: skip
     without_last = (v > 1) & (jobs.schedule == _SCHEDULE_CODE["interleaved_1f1b"]) & (jobs.pp > 1)
     if not np.any(without_last):
         return [first, second]
-    others = replace(first, stages=counts, last=nothing, losses=nothing, loss=nothing)
+    others = replace(first, stages=counts, last=zeros, losses=zeros, loss=zeros)
     names = [column.name for column in fields(PipelineMoment)]
     third = PipelineMoment(*(np.where(without_last, getattr(others, name), getattr(first, name)) for name in names))
     return [first, second, third]

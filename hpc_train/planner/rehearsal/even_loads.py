@@ -32,8 +32,8 @@ class AlikeDispatch(ExchangedDispatch):
 
     def exchange_counts(self, counts: Tensor) -> tuple[Tensor, Tensor]:
         """See ExchangedDispatch."""
-        given = counts.view(self.group.size(), -1)
-        return given, given[self.group.rank()].expand_as(given).clone()
+        sent_counts = counts.view(self.group.size(), -1)
+        return sent_counts, sent_counts[self.group.rank()].expand_as(sent_counts).clone()
 
 
 def route_evenly(part: nn.Module, *, grouped: bool) -> None:

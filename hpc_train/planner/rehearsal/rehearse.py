@@ -100,9 +100,9 @@ def _list_not_rehearsed(degrees: Degrees, ranks: Mapping[int, RehearsedRank]) ->
 
 def _time_mesh(degrees: Degrees, rank: int) -> float:
     """Return the CPU seconds that a rank takes to make the mesh, in a process of its own."""
-    begun = time.process_time()
+    started = time.process_time()
     with pretend_world(rank, degrees):
-        return time.process_time() - begun
+        return time.process_time() - started
 
 
 def _compute_closed_forms(

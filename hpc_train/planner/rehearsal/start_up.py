@@ -112,7 +112,7 @@ def measure_store() -> StoreSpeed:
 
 def _measure_calls(call: Callable[[], object], count: int) -> float:
     """Return CPU seconds of a call, of all threads of this process: a busy machine changes wall time."""
-    begun = time.process_time()
+    started = time.process_time()
     for _ in range(count):
         call()
-    return (time.process_time() - begun) / count
+    return (time.process_time() - started) / count

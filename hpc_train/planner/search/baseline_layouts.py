@@ -121,8 +121,8 @@ def _find_leanest(rest: SearchBase, space: SearchSpace, constants: Constants) ->
                     **{name: column[[technique]] for name, column in block.techniques.columns.items()},
                 },
             )
-    nothing = RatedCandidates({}, np.empty(0), np.empty(0))
-    return nothing if best is None else RatedCandidates(best[1], np.array([math.inf]), np.array([best[0]]))
+    none_found = RatedCandidates({}, np.empty(0), np.empty(0))
+    return none_found if best is None else RatedCandidates(best[1], np.array([math.inf]), np.array([best[0]]))
 
 
 def explain_why_not_best(best: Candidate | None, candidate: Candidate, equals_best: bool) -> str:

@@ -84,15 +84,15 @@ def group_adapters(state: Mapping[str, Tensor], scale: float) -> dict[str, Layer
 def write_peft(folder: Path, adapters: Mapping[str, LayerAdapter], base: PeftBase, adapter: AdapterConfig) -> list[str]:
     """Write both files into `folder`; returns their names."""
     model = base.model
-    theirs = _name_and_fuse(adapters, model)
+    peft_tensors = _name_and_fuse(adapters, model)
     state: State = {}
-    for module, layer in theirs.items():
+    for module, layer in peft_tensors.items():
         state[f"{_PREFIX}{module}.lora_A.weight"] = layer.a.contiguous()
         state[f"{_PREFIX}{module}.lora_B.weight"] = layer.b.contiguous()
         if layer.magnitude is not None:
             state[f"{_PREFIX}{module}.lora_magnitude_vector"] = layer.magnitude.contiguous()
     save_state(state, folder / WEIGHTS_FILE)
-    ranks = {module: len(layer.a) for module, layer in theirs.items() if len(layer.a) != adapter.rank}
+    ranks = {module: len(layer.a) for module, layer in peft_tensors.items() if len(layer.a) != adapter.rank}
     config = {
         "peft_type": "LORA",
         "task_type": _find_task_type(model),
@@ -104,9 +104,9 @@ def write_peft(folder: Path, adapters: Mapping[str, LayerAdapter], base: PeftBas
         "use_dora": adapter.kind == "dora",
         "bias": "none",
         "fan_in_fan_out": base.transposed or _find_family(model) == "gpt2",
-        "target_modules": sorted(theirs),
+        "target_modules": sorted(peft_tensors),
         "rank_pattern": ranks,
-        "alpha_pattern": {module: theirs[module].scale * rank for module, rank in ranks.items()},
+        "alpha_pattern": {module: peft_tensors[module].scale * rank for module, rank in ranks.items()},
     }
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
     return [WEIGHTS_FILE, CONFIG_FILE]

@@ -34,10 +34,10 @@ def encode_rotary(config: TransformerConfig) -> Json:
     if config.rope_scaling == "none":
         return {"rope_theta": config.rope_theta, "rope_scaling": None}
     scaling: Json = {"rope_type": config.rope_scaling, "factor": config.rope_factor}
-    for ours, theirs in _NAMES[config.rope_scaling].items():
-        value = getattr(config.rope, ours)
-        if value is not None and not (ours.startswith("mscale") and not value):
-            scaling[theirs] = value
+    for own_name, hf_name in _NAMES[config.rope_scaling].items():
+        value = getattr(config.rope, own_name)
+        if value is not None and not (own_name.startswith("mscale") and not value):
+            scaling[hf_name] = value
     return {"rope_theta": config.rope_theta, "rope_scaling": scaling}
 
 
@@ -61,7 +61,7 @@ def parse_scaling(rope: Mapping[str, Any], body: Mapping[str, Any], theta: float
             f"{', '.join(_NAMES)}"
         )
     names = _NAMES[kind].items()
-    given: dict[str, Any] = {ours: rope[theirs] for ours, theirs in names if rope.get(theirs) is not None}
+    given: dict[str, Any] = {own_name: rope[hf_name] for own_name, hf_name in names if rope.get(hf_name) is not None}
     plain = RopeConfig()
     if kind != "linear":
         given.setdefault("original_positions", int(body["max_position_embeddings"]))

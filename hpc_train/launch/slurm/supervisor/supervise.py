@@ -179,10 +179,10 @@ class Supervisor:
         doubtful = self._spares if self._reports.is_any_late(self._silent_seconds / 2) else ()
         self._probe.ask([*self._reports.list_late(), *doubtful])
         silent = self._reports.find_silent(self._silent_seconds)
-        there = [host for host in silent if self._is_there(host)]
-        lost = [host for host in silent if host not in there and self._is_needed(host)]
-        if there and not lost:
-            self._give_up_agents(there)
+        reachable = [host for host in silent if self._is_there(host)]
+        lost = [host for host in silent if host not in reachable and self._is_needed(host)]
+        if reachable and not lost:
+            self._give_up_agents(reachable)
         self._lost_a_node = bool(lost)
         if set(lost) <= self._reported_lost or not is_running(self._srun):
             return False
