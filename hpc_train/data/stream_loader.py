@@ -104,6 +104,7 @@ class StreamLoader:
         return cut_micro_batches(batch, self._share, self._micro_batch), state
 
     def _read_sample(self) -> Any:
+        # Twice, as one pass may end here and the next begin; a whole pass without a sample is the user's mistake.
         for _ in range(2):
             if self._iterator is None:
                 self._iterator = self._iterate_part()

@@ -94,8 +94,8 @@ def count_steps_per_record(written: int) -> int:
 class StepRecordFile:
     """Appends the records of one rank to its node's file, from a thread of its own.
 
-    A file system that hangs or is full does not stop the training: records wait, at most 4,096 of them, and then the
-    oldest are dropped, which is reported once.
+    A file system that hangs or is full does not stop the training: records wait, at most 4,096 of them, and those that
+    come then are dropped, which is reported once.
     """
 
     def __init__(self, path: Path, rank: int) -> None:
@@ -103,7 +103,6 @@ class StepRecordFile:
         self._pending: list[bytes] = []
         self._next_flush = 0.0
         self._queue: queue.Queue[bytes | None] = queue.Queue(maxsize=64)
-        self._dropped = 0
         self.failure: str | None = None
         """Why records are missing; None if none is."""
         self._thread = threading.Thread(target=self._write_blocks, name="step records", daemon=True)
@@ -192,6 +191,7 @@ def _split_blocks(data: bytes) -> tuple[list[tuple[int, np.ndarray[Any, Any]]], 
                 return blocks, position
             position = following
             continue
+        # A header inside: this block was not written to its end, and that of another rank follows.
         inside = data.find(_MAGIC, position + 1, end)
         if inside >= 0:
             position = inside
