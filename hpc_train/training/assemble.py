@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 from hpc_train.checkpoint import ResumedStep, resume_from_checkpoint
@@ -20,10 +21,12 @@ from hpc_train.training.lost_copies import find_copy_group
 from hpc_train.training.numerics.rollback import ROLLBACKS, read_rollbacks
 from hpc_train.training.optimizer import find_learning_rate_problem
 from hpc_train.training.records.reporter import Reporter
-from hpc_train.training.run_directory import RunDirectory, check_nothing_was_saved
+from hpc_train.training.records.run_records import record_unusable_checkpoint
+from hpc_train.training.run_directory import RunDirectory, check_nothing_was_saved, find_lost_checkpoint
 from hpc_train.training.saving import describe_code_change
 from hpc_train.training.training_run import TrainingRun
 
+log = logging.getLogger(__name__)
 # Any other error stays on its own rank, and is the first that the run reports, with its traceback.
 _USER_ERRORS = Consensus(shared=())
 
@@ -76,11 +79,22 @@ def _resume(run: TrainingRun, attempt: int) -> tuple[ResumedStep | None, list[st
     ranks twice is passed over at the next start (launch.recovery.crashing_checkpoints).
     """
     config, world, logs = run.config, run.world, run.directory.logs(attempt)
+    record_unusable = partial(record_unusable_checkpoint, run.directory.events, attempt)
     resumed = resume_from_checkpoint(
-        run.directory.checkpoints, config.checkpoint.resume, run.engine.shards(), world, partial(note_load, logs)
+        run.directory.checkpoints,
+        config.checkpoint.resume,
+        run.engine.shards(),
+        world,
+        partial(note_load, logs),
+        record_unusable,
     )
-    if resumed is None and config.checkpoint.resume == "auto":
-        _USER_ERRORS.run_on_rank_0(world, partial(check_nothing_was_saved, run.directory))
+    if config.checkpoint.resume == "auto":
+        if resumed is None:
+            _USER_ERRORS.run_on_rank_0(world, partial(check_nothing_was_saved, run.directory))
+        elif world.rank == 0 and (lost := find_lost_checkpoint(run.directory)) is not None:
+            why = f"checkpoint step {lost} is not in {run.directory.checkpoints} any more"
+            log.warning("%s; the run goes on from step %d", why, resumed.step)
+            record_unusable(lost, why)
     lines = _restore_run(run, resumed) if resumed is not None else []
     _USER_ERRORS.gather_and_decide(world, lambda: None, lambda _: None)  # until no rank can die in the load any more
     if world.rank == 0:

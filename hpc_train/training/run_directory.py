@@ -154,6 +154,15 @@ def check_nothing_was_saved(directory: RunDirectory) -> None:
         )
 
 
+def find_lost_checkpoint(directory: RunDirectory) -> int | None:
+    """Return the step that the run has saved last, if its directory is gone; None if it is there.
+
+    A step that a rollback has marked bad may have been removed since.
+    """
+    saved = find_last_saved_step(directory.events)
+    return saved if saved is not None and saved not in directory.steps() else None
+
+
 def check_owner(path: Path) -> None:
     """Raise UserError if an existing run directory belongs to another user, even when running as root.
 

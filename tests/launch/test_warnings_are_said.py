@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -31,7 +32,15 @@ def damage(step: Path) -> None:
     path.write_bytes(content)
 
 
-def test_a_damaged_step_that_is_skipped_is_said_once(workshop: Workshop) -> None:
+def list_unusable(run: Path) -> list[tuple[int, int, str]]:
+    """The attempt, the step and the reason of each checkpoint that a start could not use."""
+    events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+    return [
+        (event["attempt"], event["step"], event["why"]) for event in events if event["event"] == "unusable_checkpoint"
+    ]
+
+
+def test_a_damaged_or_lost_step_that_is_skipped_is_said_once(workshop: Workshop) -> None:
     run = workshop.folder / "run"
     settings = (*FAULTY, "train.steps=4", "checkpoint.every=2", "launch.ranks=1")
     assert workshop.train("run", *settings).code == 0
@@ -47,6 +56,15 @@ def test_a_damaged_step_that_is_skipped_is_said_once(workshop: Workshop) -> None
     (row,) = json.loads(status(run, "--json"))
     assert f"warning: {line}" in row["warnings"]
     assert f"warning: {line}" in status(run)
+    assert list_unusable(run) == [(1, 4, line.removesuffix("; it is skipped"))]
+
+    shutil.rmtree(run / "checkpoints" / "step-4")
+    again = workshop.train("run", *settings)
+    assert again.code == 0, again
+    (line,) = [line for line in list_warnings(again) if "any more" in line]
+    assert line == f"checkpoint step 4 is not in {run}/checkpoints any more; the run goes on from step 2"
+    assert f"warning: {line}" in status(run)
+    assert list_unusable(run)[1:] == [(2, 4, line.removesuffix("; the run goes on from step 2"))]
 
 
 def test_what_all_ranks_warn_of_is_said_once_and_what_one_rank_does_too(workshop: Workshop) -> None:

@@ -212,6 +212,7 @@ def resume_from_checkpoint(
     shards: Iterable[TensorShard],
     world: World | None,
     announce: Callable[[int], None] = lambda step: None,
+    report_unusable: Callable[[int, str], None] = lambda step, why: None,
 ) -> ResumedStep | None:
     """Load the checkpoint that checkpoint.resume chooses; None to start from the beginning. A collective.
 
@@ -219,6 +220,7 @@ def resume_from_checkpoint(
     how: `auto` (the newest sound step), `never`, a step in `directory`, or the path of `step-<n>`, of a checkpoint
     directory or of a run (its newest sound step). From a step with weights only, the weights are loaded.
     announce: called on rank 0 with each step of `directory` that `auto` is about to load.
+    report_unusable: called on rank 0 with each step that is skipped, and why.
 
     Damage shows while a step is loaded; then a warning says so and the next older step is loaded. A step with NaN, or
     marked bad, is skipped too, unless it is given by number. Raises UserError for a step or a path that does not exist
@@ -237,14 +239,20 @@ def resume_from_checkpoint(
             announce(candidate)
         return _load_resumed(where, candidate, wanted, world)
 
-    return load_newest_sound(where, world, load)
+    return load_newest_sound(where, world, load, report_unusable)
 
 
-def load_newest_sound(directory: Path, world: World | None, load: Callable[[int], T]) -> T | None:
+def load_newest_sound(
+    directory: Path,
+    world: World | None,
+    load: Callable[[int], T],
+    report_unusable: Callable[[int, str], None] = lambda step, why: None,
+) -> T | None:
     """Return `load(step)` of the newest step that is sound; None if there are no steps. A collective.
 
     load: raises CheckpointError, on every rank, if a step is damaged; then a warning says so and the next older one is
-    loaded. Raises CheckpointError if there are steps but none is sound.
+    loaded. report_unusable: called on rank 0 with each step that is skipped, and why. Raises CheckpointError if there
+    are steps but none is sound.
     """
     steps = run_on_rank_0(world, lambda: _list_candidates(directory))
     for candidate, defect in steps:
@@ -255,6 +263,7 @@ def load_newest_sound(directory: Path, world: World | None, load: Callable[[int]
         except CheckpointError as error:
             if world is None or world.rank == 0:
                 _log.warning("%s; it is skipped", error)
+                report_unusable(candidate, str(error))
     if steps:
         raise CheckpointError(
             f"every checkpoint in {directory} is damaged{_describe_bad(steps)} (`hpc-train checkpoint verify` shows "

@@ -169,9 +169,22 @@ def find_event_time(path: Path, kind: str, attempt: int) -> float | None:
 
 
 def find_last_saved_step(path: Path) -> int | None:
-    """Return the step of the last checkpoint that a run has recorded; None without one, or without the file."""
-    steps = [event.get("step") for event in _read_events(path) if event.get("event") == "checkpoint"]
-    return next((step for step in reversed(steps) if type(step) is int), None)
+    """Return the step of the last checkpoint that a run has recorded; None without one, or without the file.
+
+    Steps that a rollback has marked bad since do not count.
+    """
+    steps: list[int] = []
+    for event in _read_events(path):
+        if event.get("event") == "checkpoint" and type(event.get("step")) is int:
+            steps.append(event["step"])
+        elif event.get("event") == "rollback" and isinstance(marked := event.get("marked"), list):
+            steps = [step for step in steps if step not in marked]
+    return steps[-1] if steps else None
+
+
+def record_unusable_checkpoint(path: Path, attempt: int, step: int, why: str) -> None:
+    """Record that this attempt went on from an older checkpoint, as it could not use that of `step`."""
+    append_event(path, "unusable_checkpoint", attempt, step=step, why=why)
 
 
 def _read_events(path: Path) -> list[dict[str, Any]]:
