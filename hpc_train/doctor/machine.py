@@ -24,6 +24,7 @@ from hpc_train.cluster.this_machine import describe_this_node
 from hpc_train.config.run import RunConfig
 from hpc_train.doctor.findings import Finding, fail_check, join_first, pass_check, warn_check
 from hpc_train.doctor.software import check_environment, check_software, check_tools
+from hpc_train.resilience.heartbeat import remove_stale_entries
 from hpc_train.runtime.binding import NodeSurvey, survey_node
 from hpc_train.units import GIB
 
@@ -52,6 +53,8 @@ FULL_SHARE = 0.97
 def check_limits(run_dir: Path, several_nodes: bool) -> Iterator[Finding]:
     """Run the checks of memory, limits and file systems."""
     yield check_shared_memory(_measure_free_gib("/dev/shm"))
+    if removed := remove_stale_entries():
+        yield pass_check("heartbeats", f"removed what dead ranks of {removed} attempt(s) had left in /dev/shm")
     yield check_memlock(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], rdma=_has_rdma())
     yield check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
     yield check_run_folder(run_dir, find_mount(run_dir), several_nodes)

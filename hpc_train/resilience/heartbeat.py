@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import re
 import shutil
 import signal
 import stat
@@ -29,6 +30,9 @@ _VERSION = 1
 _BYTES = 64
 """Size of a rank's file: that of _LAYOUT, rounded up to a cache line."""
 _MEMORY = Path("/dev/shm")
+_NAME_DIGITS = 20
+"""Hexadecimal digits in a folder's name."""
+_MAPPED = re.compile(rf"/(hpc_train-\d+-[0-9a-f]{{{_NAME_DIGITS}}})/\d+")
 
 
 class Phase(IntEnum):
@@ -106,6 +110,7 @@ class Heartbeat:
                 self._map = _create_entry(find_folder(logs), task)
             except OSError as error:
                 self.failure = f"{error.filename or find_folder(logs)}: {error.strerror}"
+            remove_stale_entries(logs)
         self.enter(Phase.START)
 
     def enter(self, phase: Phase, step: int = 0) -> None:
@@ -172,7 +177,7 @@ def _check_owner(folder: Path) -> None:
 
 def find_folder(logs: Path) -> Path:
     """Return the folder of this node with the entries of an attempt."""
-    name = hashlib.sha256(str(logs.absolute()).encode()).hexdigest()[:20]
+    name = hashlib.sha256(str(logs.absolute()).encode()).hexdigest()[:_NAME_DIGITS]
     return _MEMORY / f"hpc_train-{os.getuid()}-{name}"
 
 
@@ -227,6 +232,57 @@ def kill_ranks(logs: Path) -> list[int]:
                 killed.add(int(maps.partition(folder)[2].split(maxsplit=1)[0]))
                 os.kill(int(process.name), signal.SIGKILL)
     return sorted(killed)
+
+
+_STALE_SECONDS = 3600.0
+"""Age of the last entry of another run from which on its watchers have long done what they do about dead ranks."""
+
+
+def remove_stale_entries(logs: Path | None = None) -> int:
+    """Remove entries of this user's dead ranks on this node that no watcher has removed; returns how many folders.
+
+    That is where the watchers died, too. Removed are the folders of earlier attempts of the run of `logs`, and those of
+    other runs whose last entry is older than _STALE_SECONDS; never one that a process still maps.
+    """
+    earlier = set()
+    if logs is not None and logs.name.isdecimal():
+        earlier = {find_folder(logs.parent / str(attempt)).name for attempt in range(int(logs.name))}
+    stale = [folder for folder in _list_folders() if folder.name in earlier or _measure_age(folder) > _STALE_SECONDS]
+    mapped = _find_mapped_folders() if stale else set()
+    removed = [folder for folder in stale if folder.name not in mapped]
+    for folder in removed:
+        shutil.rmtree(folder, ignore_errors=True)
+    return len(removed)
+
+
+def _list_folders() -> list[Path]:
+    """List the folders with entries of this user, of all attempts on this node."""
+    folders = []
+    with suppress(OSError):
+        for folder in _MEMORY.glob(f"hpc_train-{os.getuid()}-{'[0-9a-f]' * _NAME_DIGITS}"):
+            with suppress(OSError):
+                _check_owner(folder)
+                folders.append(folder)
+    return folders
+
+
+def _measure_age(folder: Path) -> float:
+    """Return the seconds since a rank last wrote an entry; since the folder was changed, if it has none."""
+    try:
+        tasks = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()]
+        written = [beat.seconds for beat in _read_entries(folder, tasks)]
+        return time.monotonic() - max(written) if written else time.time() - folder.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _find_mapped_folders() -> set[str]:
+    """Return the names of the folders whose entries are mapped by a process of this user."""
+    mapped = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            mapped.update(_MAPPED.findall((process / "maps").read_text(errors="replace")))
+    return mapped
 
 
 def remove_entries(logs: Path) -> None:

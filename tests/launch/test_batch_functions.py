@@ -158,6 +158,20 @@ def test_a_decision_waits_until_the_run_directory_can_be_written(tmp_path: Path)
     run_functions(f"{settings}; {full}; decide")
     assert (tmp_path / "calls").read_text() == "x\n" * 2
     assert list(logs.iterdir()) == []
+    (logs / ".probe").mkdir()  # of a script that was killed between the two
+    run_functions(f"{settings}; decide")
+    assert list(logs.iterdir()) == []
+
+
+def test_the_next_attempt_removes_what_a_killed_script_left(tmp_path: Path) -> None:
+    (tmp_path / "logs/0/.probe").mkdir(parents=True)
+    run_functions(f"run={tmp_path}; make_attempt; make_attempt")
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == [
+        "logs",
+        "logs/0",
+        "logs/1",
+        "logs/2",
+    ]
 
 
 @pytest.mark.parametrize(

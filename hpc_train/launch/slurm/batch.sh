@@ -50,6 +50,7 @@ make_attempt() {
     attempt=$((attempt + 1))
   done
   logs="$run/logs/$attempt"
+  rmdir "$run"/logs/*/.probe 2>/dev/null || : # of scripts that were killed in wait_until_writable
 }
 
 # A job that came back may have fewer spare nodes than it was submitted with.
@@ -375,6 +376,7 @@ read_decision() {
 wait_until_writable() {
   local error end=$(($(read_uptime) + slurm_patience))
   while [ "$(read_uptime)" -lt "$end" ]; do
+    rmdir "$logs/.probe" 2>/dev/null # of a script that was killed here
     error="$(LC_ALL=C mkdir "$logs/.probe" 2>&1)" && { rmdir "$logs/.probe"; return 0; }
     ! grep -qiE 'no space left|quota|file exists' <<<"$error" || return 0
     sleep "$probe_pause"
