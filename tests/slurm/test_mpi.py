@@ -49,6 +49,13 @@ def test_servers_across_nodes(slurm_cluster: SlurmCluster, store: Path, tmp_path
         slurm_cluster, tmp_path / "served", store, two, "parallel.server.mode=synchronous", "parallel.server.servers=2"
     )
     assert served == pytest.approx(reduced, rel=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_servers_that_train_too_do_not_wait_for_one_another(
+    slurm_cluster: SlurmCluster, store: Path, tmp_path: Path
+) -> None:
     alone = losses(
         slurm_cluster, tmp_path / "alone", store, "parallel.server.mode=asynchronous", "parallel.server.hybrid=true"
     )

@@ -101,6 +101,7 @@ def test_groups_are_put_under_one_leaf(
     assert f"placement: {after['reason']}" in said
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_slurms_own_order_is_kept_where_it_is_the_best(
     slurm_cluster: SlurmCluster, store: Path, tmp_path: Path
