@@ -1,8 +1,6 @@
 """That the bench runs what it simulates is asserted by its own ranks: they compare what they did with the order."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,22 +15,25 @@ from hpc_train.bench.bubble import (
     run_bubble_command,
 )
 from hpc_train.bench.bubble_rank import make_sleep_times
+from hpc_train.cli.main import main
 from hpc_train.config.parallel import SCHEDULES
 from hpc_train.errors import UserError
 from hpc_train.schedules.generate import generate_order
 
-COMMAND = [sys.executable, "-m", "hpc_train", "bench", "bubble", "--ranks", "2"]
 FILE = "0F0,0F1,0F2,0B0,0F3,0B1,0B2,0B3\n1F0,1I0,1F1,1I1,1W0,1F2,1B2,1W1,1F3,1B3\n"
 
 
-def test_all_schedules_and_a_file_run_in_their_orders(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("forked_ranks")
+def test_all_schedules_and_a_file_run_in_their_orders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "own.csv").write_text(FILE)
     names = [*SCHEDULES, "own.csv"]
     options = ["--micro-batches", "4", "--rounds", "2", "--milliseconds", "4", "--json"]
     chosen = [word for name in names for word in ("--schedule", name)]
-    done = subprocess.run([*COMMAND, *options, *chosen], capture_output=True, text=True, timeout=240, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    assert main(["bench", "bubble", "--ranks", "2", *options, *chosen]) == 0
+    result = json.loads(capfd.readouterr().out)
     by_name = {schedule["name"]: schedule for schedule in result["schedules"]}
     assert list(by_name) == names
     assert result["refused"] == {}

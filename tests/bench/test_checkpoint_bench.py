@@ -26,9 +26,11 @@ from hpc_train.bench.checkpoint.checkpoint import (
 )
 from hpc_train.bench.checkpoint.checkpoint_output import print_checkpoint_result
 from hpc_train.bench.checkpoint.sides import time_operation
+from hpc_train.cli.main import main
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 
-COMMAND = [sys.executable, "-m", "hpc_train", "bench", "checkpoint"]
+WORDS = ["bench", "checkpoint"]
+COMMAND = [sys.executable, "-m", "hpc_train", *WORDS]
 SIDES = {
     "save": {"hpc_train", "raw_direct", "raw_buffered", "torch_save", "safetensors", "dcp"},
     "stall": {"hpc_train", "dcp_async", "dcp_async_cached"},
@@ -41,11 +43,13 @@ SIDES = {
 }
 
 
-def test_json_has_every_operation_of_every_side_and_nothing_is_left(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("forked_ranks")
+def test_json_has_every_operation_of_every_side_and_nothing_is_left(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     small = ["--gib", "0.004", "--rounds", "1", "--ranks", "1", "2", "--directory", str(tmp_path)]
-    done = subprocess.run([*COMMAND, *small, "--json"], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    assert main([*WORDS, *small, "--json"]) == 0
+    result = json.loads(capfd.readouterr().out)
     assert [setting["ranks"] for setting in result["settings"]] == [1, 2]
     for setting in result["settings"]:
         assert setting["directory"] == str(tmp_path)
@@ -79,25 +83,23 @@ def test_equal_tensors_as_a_table_and_a_plot(tmp_path: Path) -> None:
     assert list(where.iterdir()) == []
 
 
-def test_only_what_is_asked_for(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("forked_ranks")
+def test_only_what_is_asked_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     few = ["--operations", "stall", "save", "--sides", "raw_direct", "hpc_train", "--gib", "0.002", "--ranks", "1"]
-    command = [*COMMAND, *few, "--rounds", "2", "--directory", str(tmp_path), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    (setting,) = json.loads(done.stdout)["settings"]
+    assert main([*WORDS, *few, "--rounds", "2", "--directory", str(tmp_path), "--json"]) == 0
+    (setting,) = json.loads(capfd.readouterr().out)["settings"]
     wanted = {("save", "hpc_train"), ("save", "raw_direct"), ("stall", "hpc_train")}
     measured = {(line["operation"], line["side"]) for line in setting["lines"]}
     assert measured == {(operation, side) for operation, side in wanted if side not in setting["missing"]}
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bytes_of_resharding_are_those_that_were_read(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("forked_ranks")
+def test_bytes_of_resharding_are_those_that_were_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """DCP's ranks read whole what one saved, and a rank that wants columns reads all rows: twice the bytes, for two."""
     few = ["--operations", *RESHARDINGS, "--sides", "hpc_train", "dcp", "--gib", "0.06", "--ranks", "2"]
-    command = [*COMMAND, *few, "--rounds", "1", "--directory", str(tmp_path), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    (setting,) = json.loads(done.stdout)["settings"]
+    assert main([*WORDS, *few, "--rounds", "1", "--directory", str(tmp_path), "--json"]) == 0
+    (setting,) = json.loads(capfd.readouterr().out)["settings"]
     read = {(line["operation"], line["side"]): line["read"] for line in setting["lines"]}
     assert len(read) == 2 * len(RESHARDINGS)
     for operation in RESHARDINGS:

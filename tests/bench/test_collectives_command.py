@@ -13,6 +13,7 @@ import pytest
 from hpc_train.bench.collectives.collectives import run_collectives_command
 from hpc_train.bench.collectives.definitions import OPERATIONS, find_operation
 from hpc_train.bench.collectives.options import CollectivesOptions
+from hpc_train.cli.main import main
 from hpc_train.cluster.calibration import read_calibration
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 from hpc_train.traffic.rank_groups import compute_bus_factor
@@ -27,10 +28,10 @@ def run(*command: str, cwd: Path | None = None, **environment: str) -> subproces
     return subprocess.run(command, capture_output=True, text=True, timeout=240, env=variables, cwd=cwd, check=False)
 
 
-def test_json_of_two_ranks_has_every_operation_algorithm_and_size() -> None:
-    done = run(*PROGRAM, *SMALL, "--json")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+@pytest.mark.usefixtures("forked_ranks")
+def test_json_of_two_ranks_has_every_operation_algorithm_and_size(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "collectives", *SMALL, "--json"]) == 0
+    result = json.loads(capfd.readouterr().out)
     assert (result["version"], result["ranks"], result["nodes"], result["device"]) == (1, 2, 1, "cpu")
     assert (result["rounds"], result["wrong"], result["degrees"]["dp_replicate"]) == (2, 0, 2)
     rows = result["measurements"]
@@ -87,10 +88,13 @@ def test_under_mpirun_mpi_is_measured_beside_gloo() -> None:
     assert [fit["backend"] for fit in result["fits"]] == ["gloo", "mpi"]
 
 
-def test_one_rank_of_a_launcher_is_told_that_it_is_alone() -> None:
-    done = run(*PROGRAM, *SMALL, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    assert done.returncode == EXIT_USER_ERROR
-    assert done.stderr.splitlines() == [
+def test_one_rank_of_a_launcher_is_told_that_it_is_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["bench", "collectives", *SMALL]) == EXIT_USER_ERROR
+    assert capsys.readouterr().err.splitlines() == [
         "hpc-train: bench collectives: one rank cannot communicate; start more (launch.ranks=2, srun -n 2)"
     ]
 

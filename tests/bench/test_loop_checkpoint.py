@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,11 +11,11 @@ from hpc_train.cli.main import main
 from hpc_train.errors import EXIT_USER_ERROR
 
 
-def test_both_sides_are_measured(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("forked_ranks")
+def test_both_sides_are_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "loop-checkpoint", "--mib", "1", "--rounds", "2", "--dir", str(tmp_path), "--json"]
-    done = subprocess.run([sys.executable, "-m", "hpc_train", *words], capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr
-    table = json.loads(done.stdout)
+    assert main(words) == 0
+    table = json.loads(capfd.readouterr().out)
     assert (table["ranks"], table["mib"]) == (2, 1)
     for operation in ("save", "stall", "load"):
         assert set(table["seconds"][operation]) == {"Checkpointer", "DCP"}

@@ -14,16 +14,18 @@ import pytest
 from rank_processes import assert_they_end
 
 from hpc_train.bench.thin_link.overlap import OverlapMeasurement, OverlapOptions, run_overlap_command, summarise_overlap
+from hpc_train.cli.main import main
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 
-COMMAND = [sys.executable, "-m", "hpc_train", "bench", "overlap", "--tokens", "64", "--hidden", "64"]
+WORDS = ["bench", "overlap", "--tokens", "64", "--hidden", "64"]
+COMMAND = [sys.executable, "-m", "hpc_train", *WORDS]
 OPTIONS = OverlapOptions(rounds=3, steps=1, tokens=64, hidden=64, ratio=0.5, rate=None)
 
 
-def test_json_says_what_was_sent_and_how_much_of_it_was_waited_for() -> None:
-    done = subprocess.run([*COMMAND, "--rounds", "2", "--json"], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+@pytest.mark.usefixtures("forked_ranks")
+def test_json_says_what_was_sent_and_how_much_of_it_was_waited_for(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, "--rounds", "2", "--json"]) == 0
+    result = json.loads(capfd.readouterr().out)
     assert result["options"] == {**vars(OPTIONS), "rounds": 2}
     assert result["link_bytes"] == 4 * 32 * 64 * 4, "half the positions, four times a step, float32"
     assert result["mbit_per_second"] > 0

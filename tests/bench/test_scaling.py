@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.bench import scaling
 from hpc_train.bench.scaling import compute_efficiency, find_end, measure_scaling, parse_sizes, plot_scaling
 from hpc_train.cli.main import main
 from hpc_train.errors import UserError
@@ -57,13 +58,35 @@ def test_a_plot_is_written(tmp_path: Path) -> None:
     assert "efficiency" in (tmp_path / "a.svg").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_real_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny: list[str]) -> None:
     words = ["bench", "scaling", "ranks=1,2", *[one for one in tiny if not one.startswith("launch.ranks")]]
     assert main([*words, "--steps", "8", "--folder", str(tmp_path / "scaling"), "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+    assert_is_json_of_one_and_two(capsys.readouterr().out)
+
+
+def assert_is_json_of_one_and_two(text: str) -> None:
+    result = json.loads(text)
     assert [point["size"] for point in result["points"]] == [1, 2]
     assert result["points"][0]["strong"]["value"] == 1.0
+
+
+def test_the_command_prints_json_once_and_refuses_what_cannot_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def measure_computed(overrides: object, folder: Path, steps: int) -> object:
+        (folder / "trial").touch()
+        asked.append(steps)
+        return amdahl
+
+    monkeypatch.setattr(scaling, "measure_locally", measure_computed)
+    words = ["bench", "scaling", "ranks=1,2", "data=stdlib"]
+    assert main([*words, "--steps", "8", "--folder", str(tmp_path / "scaling"), "--json"]) == 0
+    assert_is_json_of_one_and_two(capsys.readouterr().out)
+    assert asked == [8]
     assert main([*words, "--folder", str(tmp_path / "scaling")]) == 2
     assert "is not empty" in capsys.readouterr().err
     assert main(["bench", "scaling", "nodes=1,2", "--folder", str(tmp_path / "x")]) == 2

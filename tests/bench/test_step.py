@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_programs import popen_by_fork
 from rank_processes import assert_they_end
 
 from hpc_train.bench import local_ranks
 from hpc_train.bench.step.step import run_step_command
+from hpc_train.cli.main import main
 from hpc_train.errors import EXIT_USER_ERROR, UserError
 
-COMMAND = [sys.executable, "-m", "hpc_train", "bench", "step", "--rounds", "2", "--steps", "1"]
+WORDS = ["bench", "step", "--rounds", "2", "--steps", "1"]
+COMMAND = [sys.executable, "-m", "hpc_train", *WORDS]
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -50,18 +53,21 @@ def test_two_ranks(tiny: list[str]) -> None:
     assert_json_has_every_field(json.loads(done.stdout), 2)
 
 
-def test_inside_a_launcher_it_joins_as_a_rank_and_accumulates_gradients_alike(tiny: list[str]) -> None:
-    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+def test_inside_a_launcher_it_joins_as_a_rank_and_accumulates_gradients_alike(
+    tiny: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
     command = [*COMMAND, *tiny, "train.micro_batch=3", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert_json_has_every_field(json.loads(done.stdout), 1)
+    assert popen_by_fork(command, env=environment).wait() == 0
+    assert_json_has_every_field(json.loads(capfd.readouterr().out), 1)
 
 
-def test_peers_are_measured_in_the_same_run_as_every_strategy(tiny: list[str]) -> None:
-    done = bench(*tiny, "--peers", "--json")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+@pytest.mark.usefixtures("forked_ranks")
+def test_peers_are_measured_in_the_same_run_as_every_strategy(
+    tiny: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*WORDS, *tiny, "--peers", "--json"]) == 0
+    result = json.loads(capfd.readouterr().out)
     assert result["ranks"] == 2
     sides = {side["name"]: side for side in result["sides"]}
     assert {"torch_ddp", "torch_fully_shard", "ddp", "zero1", "zero2", "zero3"} <= sides.keys()
@@ -74,13 +80,15 @@ def test_peers_are_measured_in_the_same_run_as_every_strategy(tiny: list[str]) -
     assert result["over_base"]["ddp"] == pytest.approx(faster)
 
 
-def test_the_table_names_the_sides_the_contract_and_the_start_up(tiny: list[str], tmp_path: Path) -> None:
-    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # one start in place of three
-    command = [*COMMAND, *tiny]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path, env=environment)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.usefixtures("forked_ranks")
+def test_the_table_names_the_sides_the_contract_and_the_start_up(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*WORDS, *tiny]) == 0
+    printed = capfd.readouterr().out
     for words in ("hpc_train", "hand_written_tuned", "A step of hand_written takes", "Start-up of rank 0"):
-        assert words in done.stdout
+        assert words in printed
     assert list(tmp_path.iterdir()) == []
 
 

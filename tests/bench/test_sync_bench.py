@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from hpc_train.bench.thin_link.sync import SyncMeasurement, SyncOptions, run_sync_command, summarise_sync
+from hpc_train.cli.main import main
 from hpc_train.errors import UserError
 
-COMMAND = [sys.executable, "-m", "hpc_train", "bench", "sync"]
 SMALL = ("model.hidden=64", "model.layers=1", "model.feed_forward=128", "train.sequence_length=16")
 OPTIONS = SyncOptions([], rounds=3, steps=1, every=4, rate=100.0)
 
 
-def test_bytes_over_the_link_are_those_of_the_formula() -> None:
+@pytest.mark.usefixtures("forked_ranks")
+def test_bytes_over_the_link_are_those_of_the_formula(capfd: pytest.CaptureFixture[str]) -> None:
     arguments = ["--rounds", "1", "--steps", "1", "--every", "4", "--rate", "400", "--json"]
-    done = subprocess.run(
-        [*COMMAND, *SMALL, "parallel.sync.compression=int8", *arguments], capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    measured = json.loads(done.stdout)["measured"]
+    assert main(["bench", "sync", *SMALL, "parallel.sync.compression=int8", *arguments]) == 0
+    measured = json.loads(capfd.readouterr().out)["measured"]
     for side, room in (("ddp", 1.1), ("loose", 1.6)):  # headers, and of the loose side the sums of every step
         assert measured["formula_bytes"][side] < measured["sent_bytes"][side] < room * measured["formula_bytes"][side]
     assert measured["sent_bytes"]["loose"] < measured["sent_bytes"]["ddp"] / 8

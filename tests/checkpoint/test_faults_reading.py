@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_helpers import alone, blank, holds, names, same_pieces, save_alone, sharded, state, whole
+from drawn import draw_thirds
 from faults import EVERY, Fault, at_call, fails, kill
 
 from hpc_train.checkpoint import (
@@ -49,11 +50,11 @@ def loaded(directory: Path, world: World, number: int, fault: Fault) -> tuple[in
     return resumed.step, len(made)
 
 
-@pytest.mark.parametrize("name", ERRORS)
-def test_any_call_that_fails_alone(directory: Path, name: str) -> None:
-    outcomes, number, made = [], 0, 1
+@pytest.mark.parametrize(("name", "third"), draw_thirds(ERRORS))
+def test_any_call_that_fails_alone(directory: Path, name: str, third: int) -> None:
+    outcomes, number, made = [], third - 2, 1
     while made >= number:
-        number += 1
+        number += 3
         outcome, made = loaded(directory, alone(), number, fails(getattr(errno, name)))
         outcomes.append(outcome)
     assert {1, 2} <= set(outcomes)

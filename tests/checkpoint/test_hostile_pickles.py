@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint_commands import Terminal
+from drawn import draw
 from hostile_pickles import bombs, programs
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import (
@@ -178,7 +179,11 @@ def test_the_command_refuses_them_in_one_line(tmp_path: Path, terminal: Terminal
         assert not run.exists()
 
 
-@pytest.mark.parametrize("name", bombs())
+DEEP = {"deep lists", "deep dictionaries"}
+"""As deep tuples, which `make test` has."""
+
+
+@pytest.mark.parametrize("name", draw(bombs(), bombs().keys() - DEEP))
 def test_bombs_end_at_once(tmp_path: Path, name: str) -> None:
     data, folder = bombs()[name], write_dcp(tmp_path / "dcp")
     (folder / ".metadata").write_bytes(data)

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from drawn import draw
 from stand_in_servers import Servers, put_on_path
 
 from hpc_train.checkpoint.storage.lustre import (
@@ -45,20 +46,20 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["lfs", *map(str, words)], capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("dialect", ["new", "old"])
-@pytest.mark.parametrize(
-    "layout",
-    [
-        WIDE,
-        PROGRESSIVE,
-        (StripeComponent(count=ALL_OSTS, size=64 << 10),),
-        (StripeComponent(count=2, size=MIB, pool="flash"),),
-    ],
-    ids=["plain", "progressive", "all", "pool"],
-)
+LAYOUTS = {
+    "plain": WIDE,
+    "progressive": PROGRESSIVE,
+    "all": (StripeComponent(count=ALL_OSTS, size=64 << 10),),
+    "pool": (StripeComponent(count=2, size=MIB, pool="flash"),),
+}
+DIALECTS = {f"{name}, {dialect}": (name, dialect) for name in LAYOUTS for dialect in ("new", "old")}
+
+
+@pytest.mark.parametrize("case", draw(DIALECTS, ["plain, old", "progressive, new", "progressive, old", "pool, new"]))
 def test_what_is_set_is_what_is_read_of_the_folder_and_of_files_and_folders_in_it(
-    servers: Servers, folder: Path, layout: tuple[StripeComponent, ...], dialect: str
+    servers: Servers, folder: Path, case: str
 ) -> None:
+    layout, dialect = LAYOUTS[DIALECTS[case][0]], DIALECTS[case][1]
     servers.are(pools={"flash": [5, 6, 7]}, dialect=dialect)
     assert set_stripe_layout(folder, layout) == ""
     (folder / "sub").mkdir()

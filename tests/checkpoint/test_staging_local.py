@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import logging
 import mmap
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
+import time
 from collections import namedtuple
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from checkpoint_helpers import alone, blank, holds, names, same_pieces, save_alone, sharded, state, whole
-from faults import at_call, disk_full
+from faults import at_call, disk_full, of_descriptor
 
 from hpc_train.checkpoint import Saver, find_newest_verified, load_step, verify_step
 from hpc_train.checkpoint.errors import CheckpointError
@@ -192,47 +194,40 @@ def test_the_setting_means_the_node_it_is_read_on(monkeypatch: pytest.MonkeyPatc
     assert LocalStage.from_setting(None) is None
 
 
-KILLED = r"""
-import os, sys, time, torch
-sys.path.insert(0, sys.argv[1])
-from pathlib import Path
-from checkpoint_helpers import alone, state, whole
-from hpc_train.interfaces import TensorShard as Piece
-from hpc_train.checkpoint import Saver
-from hpc_train.checkpoint.save.local_stage import LocalStage
-from hpc_train.checkpoint.save import local_stage as staging
-from dataclasses import replace
-real = staging.detect_file_system
-staging.detect_file_system = lambda path: replace(real(path), kind="ext4")
-disk, shared = map(Path, sys.argv[2:4])
-write, seen = os.pwrite, []
-def pwrite(descriptor, data, offset):
-    where = os.readlink(f"/proc/self/fd/{descriptor}")
-    seen.append(where.startswith(str(disk)))
-    if (sys.argv[4] == "to the disk") == seen[-1] and len(data) > 1 << 20:
-        os.pwritev(descriptor, [data[: len(data) // 2]], offset)
-        os.write(1, b"now\n")
-        time.sleep(60)
-    return write(descriptor, data, offset)
-os.pwrite = pwrite
-large = torch.arange(8 << 20, dtype=torch.int32)
-saver = Saver(shared, alone(), background=False, local_stage=LocalStage(disk))
-saver.save(2, [Piece("w", (8 << 20,), large.dtype, (0,), large)], {})
-"""
+def save_and_stop(disk: LocalStage, shared: Path, to_the_disk: bool, said: Connection) -> None:
+    """Save step 2, and stop half-way through the first large write to this disk, or to the shared directory."""
+    write = os.pwrite
+
+    def pwrite(descriptor: int, data: Any, offset: int) -> int:
+        where = of_descriptor(descriptor)
+        if where.is_relative_to(disk.directory) == to_the_disk and len(data) > 1 << 20:
+            os.pwritev(descriptor, [data[: len(data) // 2]], offset)
+            said.send("now")
+            time.sleep(60)
+        return write(descriptor, data, offset)
+
+    large = torch.arange(8 << 20, dtype=torch.int32)
+    with patch.object(os, "pwrite", pwrite):
+        saver = Saver(shared, alone(), background=False, local_stage=disk)
+        saver.save(2, [TensorShard("w", (8 << 20,), large.dtype, (0,), large)], {})
 
 
 @pytest.mark.parametrize("when", ["to the disk", "from the disk"])
 def test_killed_in_the_middle(disk: LocalStage, tmp_path: Path, when: str) -> None:
     """Nothing is left on the disk of the node, and the newest checkpoint is the one before."""
     save_alone(tmp_path / "c", 1, state(1))
-    words = [sys.executable, "-c", KILLED, str(Path(__file__).parent), str(disk.directory), str(tmp_path / "c"), when]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        said = process.stdout.readline()
+    fork = multiprocessing.get_context("fork")
+    heard, said = fork.Pipe(duplex=False)
+    process = fork.Process(target=save_and_stop, args=(disk, tmp_path / "c", when == "to the disk", said))
+    process.start()
+    try:
+        assert heard.poll(60)
         there = names(disk.directory)
+    finally:
         process.kill()
-    assert (said, there) == ("now\n", [])
-    assert process.returncode == -signal.SIGKILL
+        process.join()
+    assert (heard.recv(), there) == ("now", [])
+    assert process.exitcode == -signal.SIGKILL
     assert names(disk.directory) == []
     assert find_newest_verified(tmp_path / "c") == 1
     assert holds(tmp_path / "c", 1, state(1))
@@ -255,8 +250,8 @@ def test_a_save_without_room_is_refused_before_anything_is_made(
     def save(world: World) -> tuple[str, list[str]]:
         rows = torch.ones(100, 1000)
         pieces = [TensorShard("w", (200, 1000), rows.dtype, (100 * world.rank, 0), rows)]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "statvfs", lambda _: Space(600, 1024, 1000, 1000))
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(os, "statvfs", lambda _: Space(600, 1024, 1000, 1000))
             with at_call(0, disk_full) as made:
                 saver = Saver(tmp_path, world)
                 saver.save(2, pieces, {})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,20 +13,26 @@ from checkpoint_helpers import save_alone, state
 
 import hpc_train.checkpoint
 
-COMMAND = """
-import sys
+PROGRAM = """
+import contextlib, io, json, sys
 from hpc_train.cli.main import main
-code = main(sys.argv[1:])
-loaded = sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "hydra", "scipy", "matplotlib"})
-print(f"loaded {loaded}", file=sys.stderr)
-sys.exit(code)
+for words in json.loads(sys.argv[1]):
+    error = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(error):
+        code = main(["checkpoint", *words])
+    loaded = sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "hydra", "scipy", "matplotlib"})
+    print(json.dumps([code, error.getvalue().splitlines(), loaded]))
 """
 
 
-def run(*words: object) -> tuple[int, list[str]]:
-    command = [sys.executable, "-c", COMMAND, "checkpoint", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.returncode, done.stderr.splitlines()
+def run(commands: Sequence[Sequence[object]]) -> list[tuple[int, list[str]]]:
+    """Run commands in one new interpreter, which none of them has import torch; return (exit code, stderr) of each."""
+    words = json.dumps([[str(word) for word in command] for command in commands])
+    done = subprocess.run([sys.executable, "-c", PROGRAM, words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [loaded for _, _, loaded in found] == [[] for _ in commands]
+    return [(code, said) for code, said, _ in found]
 
 
 @pytest.fixture(scope="module")
@@ -36,38 +44,36 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("ls",),
-        ("ls", "--json"),
-        ("inspect",),
-        ("inspect", "--tensors", "--json"),
-        ("mark", "--step", 1, "--bad", "a reason"),
-        ("mark", "--step", 1, "--good"),
-        ("prune", "--keep", 2, "--dry-run"),
-        ("prune", "--keep", 2),
-    ],
+COMMANDS = (
+    ("ls",),
+    ("ls", "--json"),
+    ("inspect",),
+    ("inspect", "--tensors", "--json"),
+    ("mark", "--step", 1, "--bad", "a reason"),
+    ("mark", "--step", 1, "--good"),
+    ("prune", "--keep", 2, "--dry-run"),
+    ("prune", "--keep", 2),
 )
-def test_a_command_that_reads_no_tensor_imports_no_torch(steps: Path, words: tuple[object, ...]) -> None:
-    assert run(*words, steps.parent) == (0, ["loaded []"])
 
 
-@pytest.mark.parametrize("command", [("ls",), ("inspect",), ("mark", "--bad", "x"), ("prune", "--keep", 1)])
-@pytest.mark.parametrize("where", ["nowhere", ""])
-def test_a_wrong_path_is_one_line_without_torch(command: tuple[object, ...], where: str) -> None:
-    code, said = run(*command, where)
-    assert (code, said[1:]) == (2, ["loaded []"])
-    assert said[0].startswith("hpc-train: ")
+def test_commands_that_read_no_tensor_import_no_torch(steps: Path) -> None:
+    assert run([(*words, steps.parent) for words in COMMANDS]) == [(0, [])] * len(COMMANDS)
+
+
+def test_a_wrong_path_is_one_line_without_torch() -> None:
+    commands = [("ls",), ("inspect",), ("mark", "--bad", "x"), ("prune", "--keep", 1)]
+    for code, said in run([(*command, where) for command in commands for where in ("nowhere", "")]):
+        assert (code, len(said)) == (2, 1)
+        assert said[0].startswith("hpc-train: ")
 
 
 def test_a_damaged_manifest_is_told_without_torch(tmp_path: Path) -> None:
     (tmp_path / "step-4").mkdir()
     (tmp_path / "step-4/manifest.json").write_text("{")
-    assert run("ls", tmp_path) == (0, ["loaded []"])
-    code, said = run("inspect", tmp_path)
+    listed, (code, said) = run([("ls", tmp_path), ("inspect", tmp_path)])
+    assert listed == (0, [])
     assert code != 0
-    assert said[1:] == ["loaded []"]
+    assert len(said) == 1
 
 
 def test_names_are_imported_as_they_are_asked_for() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 from hydra import initialize_config_dir
 from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import HydraContext, RunMode
@@ -122,6 +124,17 @@ def _edit(config: DictConfig, place: Path) -> float:
     return float(config.x)
 
 
+def _warn(config: DictConfig, place: Path) -> None:
+    """Warn as a rank of a training does, whose warnings are in its run directory."""
+    from hpc_train.training.records.warning_files import WarningRecorder
+
+    logs = Path(HydraConfig.get().runtime.output_dir) / "run" / "logs" / "0"
+    logs.mkdir(parents=True)
+    WarningRecorder(logs, rank()).emit(
+        logging.LogRecord("hpc_train.models", logging.WARNING, __file__, 1, "has seen something", None, None)
+    )
+
+
 def _only_first_ends_well(config: DictConfig, place: Path) -> int:
     if rank() == 1:
         raise Picky(5, 6)
@@ -142,6 +155,7 @@ ACTIONS = {
     "eat": _eat,
     "count": _count,
     "edit": _edit,
+    "warn": _warn,
     "rank": lambda config, place: rank(),
     "rank_1_raises": _only_first_ends_well,
 }

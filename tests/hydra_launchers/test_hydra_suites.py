@@ -36,6 +36,19 @@ class TestLocalLauncherInBatches(BatchedSweeperTestSuite):
     """A sweeper that hands over a few points at a time."""
 
 
-@pytest.mark.parametrize(("task_launcher_cfg", "extra_flags"), [({}, [*QUIET, "hydra/launcher=hpc_local"])])
+WITH_APPLICATIONS = pytest.mark.parametrize(
+    ("task_launcher_cfg", "extra_flags"), [({}, [*QUIET, "hydra/launcher=hpc_local"])]
+)
+
+
+@pytest.mark.long
+@WITH_APPLICATIONS
 class TestLocalLauncherWithApplications(IntegrationTestSuite):
     """Applications in processes of their own."""
+
+
+@WITH_APPLICATIONS
+class TestLocalLauncherWithFewApplications(IntegrationTestSuite):
+    """Two of these tests, test_get_orig_dir_multirun and test_to_absolute_path_multirun."""
+
+    test_custom_task_name = test_custom_sweeper_run_workdir = None

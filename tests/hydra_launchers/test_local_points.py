@@ -45,13 +45,13 @@ def test_a_point_that_fails_hides_no_other(sweeping: Sweeping) -> None:
 def test_files_are_few_and_their_owners_alone(sweeping: Sweeping) -> None:
     before = os.umask(0o002)  # as on machines where groups share everything
     try:
-        sweeping.launch("hpc_local", ["parallel_points=2"], *([f"x={number}"] for number in range(4)))
+        sweeping.launch("hpc_local", ["parallel_points=2"], *([f"x={number}"] for number in range(2)))
     finally:
         os.umask(before)
     files = list(sweeping.folder.iterdir())
     assert stat.S_IMODE(sweeping.folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
-    assert len(files) == 2 + 2 * 4, "what all share, the call, and a result and a log for each"
+    assert len(files) == 2 + 2 * 2, "what all share, the call, and a result and a log for each"
 
 
 def test_yaml_that_is_edited_after_submission_changes_nothing(sweeping: Sweeping) -> None:
@@ -61,10 +61,16 @@ def test_yaml_that_is_edited_after_submission_changes_nothing(sweeping: Sweeping
 
 
 def test_no_more_points_run_at_once_than_were_allowed(sweeping: Sweeping) -> None:
-    returns = sweeping.launch("hpc_local", ["parallel_points=2"], *(["do=count", f"x={number}"] for number in range(5)))
+    returns = sweeping.launch("hpc_local", ["parallel_points=2"], *(["do=count", f"x={number}"] for number in range(4)))
     counts = [value(returned) for returned in returns]
     assert counts[:2] == [2, 2]
     assert max(counts) == 2
+
+
+def test_what_points_warn_of_is_said_once_for_all(sweeping: Sweeping, caplog: pytest.LogCaptureFixture) -> None:
+    sweeping.launch("hpc_local", ["parallel_points=2"], ["do=warn", "x=1"], ["do=warn", "x=2"])
+    (line,) = [line for line in caplog.messages if "has seen something" in line]
+    assert line.strip() == "#0, #1: warning: has seen something"
 
 
 def test_points_that_run_at_once_have_gpus_of_their_own(sweeping: Sweeping, monkeypatch: pytest.MonkeyPatch) -> None:

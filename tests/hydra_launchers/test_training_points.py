@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from hpc_train.training.records.run_records import read_metrics
 
 APPLICATION = """
@@ -64,6 +66,7 @@ class Warns(torch.nn.Module):
 """
 
 
+@pytest.mark.long  # test_local_points has it without a training
 def test_what_ranks_warn_of_is_said_once_for_all_points(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(APPLICATION)
     (tmp_path / "warning_model.py").write_text(WARNING_MODEL)
