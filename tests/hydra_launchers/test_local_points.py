@@ -67,10 +67,10 @@ def test_no_more_points_run_at_once_than_were_allowed(sweeping: Sweeping) -> Non
     assert max(counts) == 2
 
 
-def test_what_points_warn_of_is_said_once_for_all(sweeping: Sweeping, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_points_warn_of_is_said_once_for_all(sweeping: Sweeping, capsys: pytest.CaptureFixture[str]) -> None:
     sweeping.launch("hpc_local", ["parallel_points=2"], ["do=warn", "x=1"], ["do=warn", "x=2"])
-    (line,) = [line for line in caplog.messages if "has seen something" in line]
-    assert line.strip() == "#0, #1: warning: has seen something"
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "has seen something" in line]
+    assert line.endswith("\t#0, #1: warning: has seen something")
 
 
 def test_points_that_run_at_once_have_gpus_of_their_own(sweeping: Sweeping, monkeypatch: pytest.MonkeyPatch) -> None:
