@@ -65,11 +65,20 @@ def whole_number(minimum: int) -> Callable[[str], int]:
     """Return an argument type that accepts whole numbers of at least `minimum`."""
 
     def parse(text: str) -> int:
-        if not text.isdecimal() or len(text) > 9 or int(text) < minimum:
+        if text.isdecimal() and len(text) > 9:
+            raise argparse.ArgumentTypeError(f"{text[:20]!r} is too large")
+        if not text.isdecimal() or int(text) < minimum:
             raise argparse.ArgumentTypeError(f"{text!r} is not a number of {minimum} or more")
         return int(text)
 
     return parse
+
+
+def new_path(text: str) -> str:
+    """Accept the name of something new to write: not empty, and without control characters."""
+    if not text or not text.isprintable():
+        raise argparse.ArgumentTypeError(f"{text!r} is no name for a file or folder")
+    return text
 
 
 _RANKS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)

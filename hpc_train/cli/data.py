@@ -146,7 +146,10 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
         "--workers", metavar="N", type=whole_number(1), help="processes that tokenize (default: the processors here)"
     )
     parser.add_argument(
-        "--vocab-size", metavar="N", type=int, help=f"vocabulary of the bpe tokenizer (default {_BPE_VOCAB})"
+        "--vocab-size",
+        metavar="N",
+        type=whole_number(1),
+        help=f"vocabulary of the bpe tokenizer (default {_BPE_VOCAB})",
     )
     suffixes = " ".join(_SUFFIXES)
     parser.add_argument(

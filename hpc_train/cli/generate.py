@@ -89,8 +89,9 @@ def _generate(args: argparse.Namespace) -> int:
     loaded = load_model(args.where, args.tokenizer, choose_device(args.device), args.base, args.weights)
     is_answer = args.chat or loaded.has_encoder  # not what goes on behind the prompt
     if len(prompts) == 1 and not args.json:
+        shown = generate_texts(loaded, prompts, options, _show_at_once)  # before the prompt, which it may refuse
         sys.stdout.write("" if is_answer else prompts[0])
-        for _ in generate_texts(loaded, prompts, options, _show_at_once):
+        for _ in shown:
             print()
         return 0
     for prompt, text in zip(prompts, generate_texts(loaded, prompts, options), strict=True):

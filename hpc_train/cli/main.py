@@ -28,6 +28,8 @@ EXIT_BROKEN_PIPE = 141
 """128 + SIGPIPE."""
 _STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 """Errors of a full, failing or read-only file system, for which one line says more than a traceback."""
+_NO_HOME = "Could not determine home directory."
+"""What Path.expanduser raises for ~NAME without such a user."""
 COMMANDS = {
     "new": ("new", "write a small project with a model, data, settings and a test"),
     "train": ("train_arguments:add_train", "train on this machine, or as a rank inside srun, torchrun or mpirun"),
@@ -101,6 +103,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception as error:
+        if str(error) == _NO_HOME and not arguments.debug:
+            said = "a path begins with ~ and a name that is no user here; write it from / on"
+            print(f"hpc-train: {said}", file=sys.stderr)
+            return EXIT_USER_ERROR
         if not _is_damaged_checkpoint(error) or arguments.debug:
             raise
         print(f"hpc-train: {one_line(str(error))}", file=sys.stderr)

@@ -56,6 +56,23 @@ def is_store(path: Path, kind: StoreKind) -> bool:
         return False
 
 
+def check_new_store(out: str | Path, overwrite: bool, kind: StoreKind) -> Path:
+    """Return where a new store is to be written. Raises UserError if the name is bad or taken.
+
+    overwrite: replace a store of this kind, but nothing else, such as a source that was named first by mistake.
+    """
+    path = Path(out).expanduser()
+    if not str(out) or not str(out).isprintable():
+        raise UserError(f"{str(out)!r}: is no name for a store; give one such as text.h5")
+    if not path.exists():
+        return path
+    if not overwrite:
+        raise UserError(f"{path} exists: give another name, or --overwrite")
+    if not is_store(path, kind):
+        raise UserError(f"{path}: is not {kind.a_store}, so --overwrite does not replace it; give another name")
+    return path
+
+
 def open_store(path: Path, kind: StoreKind, read: Callable[[h5py.File, Path], T]) -> T:
     """Open a store with `read`. Raises UserError if it is missing, damaged, of another kind or of a later format."""
     if not path.is_file():

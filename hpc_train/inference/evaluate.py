@@ -200,8 +200,10 @@ def _choose_data(request: EvaluationRequest, config: RunConfig) -> TokenDataConf
     """Return the configuration of --data: tokens or images as they are, or a store that is built once, in the cache."""
     assert request.data is not None
     path = Path(request.data).expanduser()
-    if not path.exists():
-        raise UserError(f"--data {request.data}: is not there; give a store, or files of text, conversations or images")
+    if not request.data or not path.exists():
+        raise UserError(
+            f"--data {request.data or repr('')}: is not there; give a store, or files of text, conversations or images"
+        )
     if is_store(path, IMAGE_STORE) or are_images([str(path)], TokenDataConfig(name="text").suffixes):
         return _choose_images(request, config, path)
     run_data = config.data if isinstance(config.data, TokenDataConfig) else TokenDataConfig(name="text")

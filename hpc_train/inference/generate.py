@@ -42,14 +42,20 @@ class GenerateOptions:
 def generate_texts(
     loaded: LoadedModel, prompts: Sequence[str], options: GenerateOptions, show: Show | None = None
 ) -> Iterator[str]:
-    """Yield what follows each prompt, in order. show: of a single prompt, gets the text piece by piece as it comes.
+    """Iterate over what follows each prompt, in order. show: of a single prompt, gets the text piece by piece.
 
-    Raises UserError for an empty prompt, and one that is too long for the model.
+    Raises UserError at once for an empty prompt, and one that is too long for the model.
     """
     encoded = [encode_prompt(loaded.tokenizer, prompt, options.chat) for prompt in prompts]
     if loaded.has_encoder and loaded.ends_prompts:
         encoded = [[*prompt, *loaded.tokenizer.end] for prompt in encoded]
     _check_lengths(loaded, encoded, options)
+    return _generate_batches(loaded, encoded, options, show)
+
+
+def _generate_batches(
+    loaded: LoadedModel, encoded: Sequence[Sequence[int]], options: GenerateOptions, show: Show | None
+) -> Iterator[str]:
     devices = [loaded.model.device] if loaded.model.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(options.seed)

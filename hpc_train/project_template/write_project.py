@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import packages_distributions
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -35,14 +36,17 @@ class NewProject:
 
 def write_project(folder: str) -> NewProject:
     """Write the project. Raises UserError if the folder exists, or if its name cannot be a Python package."""
-    target = Path(folder)
+    target = Path(folder).expanduser()
     name = target.name.replace("-", "_")
     _check_name(folder, name)
     if target.exists() or target.is_symlink():
         raise UserError(f"{folder}: is there already; give another name, or move it away")
     if not target.parent.is_dir():
         raise UserError(f"{folder}: there is no folder {target.parent}; make it first")
-    temporary = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
+    try:
+        temporary = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be made ({error.strerror}); choose a folder that can be written") from error
     try:
         for path, text in _list_template():
             file = temporary / path.replace(_PLACEHOLDER, name)
@@ -59,12 +63,14 @@ def write_project(folder: str) -> NewProject:
 
 
 def _check_name(folder: str, name: str) -> None:
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,59}", name) or keyword.iskeyword(name):
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,59}", name) or keyword.iskeyword(name):
         raise UserError(
-            f"{folder}: cannot be the name of a Python package; use letters, digits and _, such as my_model"
+            f"{folder or repr(folder)}: cannot be the name of a Python package; use letters, digits and _, such as "
+            "my_model"
         )
-    if name in sys.stdlib_module_names or name in ("hpc_train", "torch", "conf", "tests"):
-        raise UserError(f"{folder}: Python or this project has a package of that name; choose another one")
+    taken = name in sys.stdlib_module_names or name in ("hpc_train", "torch", "conf", "test", "tests")
+    if taken or name in packages_distributions():
+        raise UserError(f"{folder}: Python, an installed package or this project has that name; choose another one")
 
 
 def _get_umask() -> int:

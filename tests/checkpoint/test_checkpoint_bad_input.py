@@ -59,6 +59,13 @@ def test_a_place_without_checkpoints(run: Path, terminal: Terminal, command: str
         assert "there is no checkpoint in it" in terminal.refused(*words(command, place))
 
 
+@pytest.mark.parametrize("name", ["", "a\nb", "x" * 300])
+def test_a_name_that_cannot_be_written(tmp_path: Path, run: Path, terminal: Terminal, name: str) -> None:
+    line = terminal.refused("export", "run", name, "--format", "safetensors")
+    assert ("File name too long" if len(name) == 300 else "is no name for a file or folder") in line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "link", "run"]
+
+
 @pytest.mark.parametrize("command", OF_A_PLACE)
 def test_a_sweep_names_its_points(tmp_path: Path, terminal: Terminal, command: str) -> None:
     (tmp_path / "sweep").mkdir()

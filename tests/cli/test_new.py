@@ -38,7 +38,11 @@ def test_the_project_passes_its_test_and_trains(tmp_path: Path, monkeypatch: pyt
     [
         ("3d", "3d: cannot be the name of a Python package; use letters, digits and _, such as my_model"),
         ("class", "class: cannot be the name of a Python package; use letters, digits and _, such as my_model"),
-        ("json", "json: Python or this project has a package of that name; choose another one"),
+        ("__init__", "__init__: cannot be the name of a Python package; use letters, digits and _, such as my_model"),
+        ("json", "json: Python, an installed package or this project has that name; choose another one"),
+        ("numpy", "numpy: Python, an installed package or this project has that name; choose another one"),
+        ("~nobody_here/mine", "a path begins with ~ and a name that is no user here; write it from / on"),
+        ("/proc/mine", "/proc/mine: cannot be made (No such file or directory); choose a folder that can be written"),
         ("there", "there: is there already; give another name, or move it away"),
         ("nowhere/mine", "nowhere/mine: there is no folder nowhere; make it first"),
     ],

@@ -232,7 +232,7 @@ COMMANDS = [
     ("data build new.h5", "the following arguments are required: SOURCE; see `hpc-train data build --help`"),
     ("data build new.h5 no", "source no does not exist: give text files, folders, or the word stdlib"),
     ("data build a_file notes", "a_file exists: give another name, or --overwrite"),
-    ("data build new.h5 notes --vocab-size x", "argument --vocab-size: invalid int value: 'x'; see ..."),
+    ("data build new.h5 notes --vocab-size x", "argument --vocab-size: 'x' is not a number of 1 or more; see ..."),
     (
         "data build new.h5 notes --tokenizer x",
         "tokenizer x does not exist: give byte, bpe, a tokenizer.json, or a folder with one",

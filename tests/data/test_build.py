@@ -171,9 +171,23 @@ def test_a_file_in_the_way_is_not_overwritten(tmp_path, corpus):
 
 
 def test_not_even_overwrite_replaces_a_source(tmp_path, corpus):
-    with pytest.raises(UserError, match="cannot be read as a token store"):
+    with pytest.raises(UserError, match="is not a token store, so --overwrite does not replace it"):
         build_store([str(corpus)], [".py"], "byte", 256, corpus / "a.py", overwrite=True)
     assert (corpus / "a.py").read_text() == "a = 1\n"
+
+
+@pytest.mark.parametrize("name", ["", "a\n.h5", "\x1b[2J"])
+def test_a_store_needs_a_name_that_can_be_printed(tmp_path, corpus, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="is no name for a store"):
+        build_store([str(corpus)], [".py"], "byte", 256, name)
+    assert [path.name for path in tmp_path.iterdir()] == [corpus.name]
+
+
+@pytest.mark.parametrize("count", [257, 1 << 40])
+def test_an_empty_source_is_not_the_current_folder_and_a_huge_vocabulary_is_refused(tmp_path, corpus, count):
+    with pytest.raises(UserError, match="a source is empty" if count == 257 else "too large to train the bpe"):
+        build_store(["" if count == 257 else str(corpus)], [".py"], "bpe", count, tmp_path / "out.h5")
 
 
 def test_readers_of_a_replaced_store_keep_the_old_one(tmp_path, corpus):

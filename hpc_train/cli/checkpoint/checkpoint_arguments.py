@@ -6,13 +6,14 @@ What a sub-command does is imported when it runs: ls, inspect, prune and mark wo
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from hpc_train.cli.arguments import CommandGroup, add_command, add_examples, add_json, whole_number
+from hpc_train.cli.arguments import CommandGroup, add_command, add_examples, add_json, new_path, whole_number
 
 EXPORTS = ("hf", "safetensors", "dcp")
 IMPORTS = ("hf", "safetensors", "dcp", "torch")
@@ -40,7 +41,8 @@ def _add_command(
 ) -> argparse.ArgumentParser:
     command = add_command(commands, name, summary)
     for argument, about in positional:
-        command.add_argument(argument, metavar=argument.upper(), help=about)
+        kind = new_path if argument == "out" else str
+        command.add_argument(argument, metavar=argument.upper(), type=kind, help=about)
     add_json(command)
     command.set_defaults(run=lambda arguments: _run_guarded(run, arguments))
     return command
@@ -57,6 +59,8 @@ def _run_guarded(run: CommandFunction, args: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise
     except (CheckpointError, OSError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            raise  # a mistake of the user, which the command line reports
         if args.debug:
             traceback.print_exc()
         print(f"hpc-train: {escape_controls(format_error(error))}", file=sys.stderr)

@@ -22,6 +22,7 @@ from hpc_train.data.corpus.part_files import (
 from hpc_train.data.corpus.sources import SourceFile, find_source_files
 from hpc_train.data.corpus.text_files import recognise_files
 from hpc_train.data.corpus.tokenize import LeftOut, Tokenization, describe_assistant_part, tokenize_part
+from hpc_train.data.store_file import TOKEN_STORE, check_new_store
 from hpc_train.data.token_store import VERSION, StoreHeader, TokenBlock, TokenStore, write_store
 from hpc_train.data.tokenizers.tokenizer import BYTE_VOCAB, ByteTokenizer, Tokenizer, train_bpe
 from hpc_train.data.tokenizers.tokenizer_folder import load_tokenizer_folder
@@ -83,11 +84,7 @@ def build_from_recipe(
     A build that was killed goes on with the parts that are missing. Raises UserError if `out` exists, unless it is a
     store and `overwrite` is set; jobs that read the old one keep it.
     """
-    out = Path(out).expanduser()
-    if out.exists() and not overwrite:
-        raise UserError(f"{out} exists: give another name, or --overwrite")
-    if out.exists():
-        TokenStore.open(out)  # refuses to replace what is not a store, such as a source named first by mistake
+    out = check_new_store(out, overwrite, TOKEN_STORE)
     corpus = _open_corpus(recipe, find_source_files(recipe.sources, recipe.suffixes))
     how = corpus.make_tokenization()
     try:

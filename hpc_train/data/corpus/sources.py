@@ -61,6 +61,8 @@ def is_of_stdlib(path: Path) -> bool:
 
 def _expand(source: str, suffixes: tuple[str, ...]) -> list[Path]:
     """List the files of a source: those of texts, by their suffixes, or those of records where there is no text."""
+    if not source:
+        raise UserError("a source is empty (an unset variable?): give text files, folders, or the word stdlib")
     if source == STDLIB:
         root, left_out = Path(sysconfig.get_paths()["stdlib"]), _NOT_STDLIB
     else:

@@ -15,6 +15,7 @@ from hpc_train.data.images.decoding import ImageError, check_image, import_pillo
 from hpc_train.data.images.image_entries import ImageEntry, find_folder_entry, list_files, number_labels
 from hpc_train.data.images.image_store import VERSION, ImageStore, write_image_store
 from hpc_train.data.images.webdataset_tar import read_tar_entries
+from hpc_train.data.store_file import IMAGE_STORE, check_new_store
 from hpc_train.errors import UserError
 from hpc_train.regular_files import open_to_read
 
@@ -41,11 +42,7 @@ def build_image_store(
     again what it had decoded. Raises UserError for images that are damaged or not images, with the first few, and if
     `out` exists, unless it is a store and `overwrite` is set.
     """
-    out = Path(out).expanduser()
-    if out.exists() and not overwrite:
-        raise UserError(f"{out} exists: give another name, or --overwrite")
-    if out.exists():
-        ImageStore.open(out)  # refuses to replace what is not a store, such as a source named first by mistake
+    out = check_new_store(out, overwrite, IMAGE_STORE)
     try:
         with open_parts_folder(out) as folder, CheckedImages(folder / "images.checked") as checked:
             _write_images(sources, label_key, out, checked, workers, progress)

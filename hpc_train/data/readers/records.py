@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from hpc_train.errors import UserError
-from hpc_train.near_names import did_you_mean, find_near_names
+from hpc_train.near_names import TYPO, did_you_mean, find_near_names
 from hpc_train.regular_files import open_to_read
 from hpc_train.terminal import one_line
 
@@ -173,7 +173,7 @@ def _describe_type(kind: Any) -> Any:
 def refuse_missing_column(where: str, column: str, columns: Iterable[object]) -> UserError:
     """Make the error for a column that is not there; it names the nearest one."""
     names = [str(name) for name in columns]
-    near = find_near_names(column, names)
+    near = find_near_names(column, names, TYPO)
     shown = ", ".join(names[:_SHOWN_COLUMNS]) + (", ..." if len(names) > _SHOWN_COLUMNS else "")
     hint = f"{did_you_mean(near)} " if near else ""
     available = f"its columns are {shown}" if names else "it has no columns"

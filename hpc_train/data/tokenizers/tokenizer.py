@@ -118,16 +118,25 @@ class BpeTokenizer:
         return ""
 
 
+_MOST_TRAINED = 1 << 22
+"""Maximum entries of a vocabulary that is trained: memory is reserved for all, and the package aborts the process."""
+
+
 def train_bpe(batches: Iterable[Sequence[bytes]], vocab_size: int) -> BpeTokenizer:
     """Train a byte-pair encoding of at most `vocab_size` entries; fewer if the texts have fewer pairs.
 
-    The first entries are the separator and the 256 bytes. Raises UserError for fewer than 257 entries.
+    The first entries are the separator and the 256 bytes. Raises UserError for fewer than 257 entries, or too many.
     """
     package = import_tokenizers()
     if vocab_size <= BYTE_VOCAB:
         raise UserError(
             f"vocab_size {vocab_size} is too small for the bpe tokenizer, which starts from {BYTE_VOCAB} bytes and a "
             f"separator: give at least {BYTE_VOCAB + 1}, such as 4096"
+        )
+    if vocab_size > _MOST_TRAINED:
+        raise UserError(
+            f"vocab_size {vocab_size} is too large to train the bpe tokenizer: give at most {_MOST_TRAINED}, such as "
+            "32000"
         )
     model = package.Tokenizer(package.models.BPE())
     model.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
