@@ -90,7 +90,7 @@ def list_space() -> list[dict[str, str]]:
     ("verdict", "start", "most_until_best"),
     [
         ("launch", START, 4),
-        ("compute", START, 4),
+        pytest.param("compute", START, 4, marks=pytest.mark.long),
         ("network", NO_OVERLAP, 20),
         pytest.param("network", START, 4, marks=pytest.mark.long),
     ],

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drawn import draw
 from training_runs import assert_same_bits, metrics, run, small
 
 from hpc_train.config.run import RunConfig
@@ -32,7 +33,7 @@ def test_the_validation_loss_is_the_same_at_any_layout(store: Path, tmp_path: Pa
         assert found == pytest.approx(losses[1], rel=1e-10)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", draw(("ddp", "fsdp"), ("ddp",)))
 def test_evaluating_does_not_change_training(store: Path, tmp_path: Path, parallel: str) -> None:
     shared = (f"parallel={parallel}", "model.dropout=0.1", "checkpoint.every=2")
     never, always = (small(store, tmp_path / f"{every}", *shared, f"train.eval_every={every}") for every in (0, 1))

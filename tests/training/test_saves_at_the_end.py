@@ -110,11 +110,11 @@ def test_checkpoints_with_nan_do_not_fill_the_disk_and_the_good_ones_stay(store:
             next(iter(it.engine.shards())).local.fill_(math.nan)
         return run_training(it)
 
-    lost = ("checkpoint.every=1", "checkpoint.keep=3", "checkpoint.background=false", "train.steps=9")
+    lost = ("checkpoint.every=1", "checkpoint.keep=3", "checkpoint.background=false", "train.steps=6")
     assert with_run(small(store, tmp_path / "run", *lost), poison) == [0, 0]
-    assert list_committed_steps(tmp_path / "run/checkpoints") == [1, 2, 9]
-    assert with_run(small(store, tmp_path / "other", *lost), poison) == [0, 0]
-    assert list_committed_steps(tmp_path / "other/checkpoints") == [9]
+    assert list_committed_steps(tmp_path / "run/checkpoints") == [1, 2, 6]
+    assert with_run(small(store, tmp_path / "other", *lost), poison, ranks=1) == [0]
+    assert list_committed_steps(tmp_path / "other/checkpoints") == [6]
 
 
 def test_what_is_not_done_after_the_last_step(store: Path, tmp_path: Path) -> None:
@@ -135,8 +135,8 @@ def test_what_is_not_done_after_the_last_step(store: Path, tmp_path: Path) -> No
 
         return change
 
-    def case(name: str, change: Callable[[TrainingRun], Any], *overrides: str) -> set[str]:
-        return set(with_run(small(store, tmp_path / name, *overrides), shortfall(change)))
+    def case(name: str, change: Callable[[TrainingRun], Any], *overrides: str, ranks: int = 1) -> set[str]:
+        return set(with_run(small(store, tmp_path / name, *overrides), shortfall(change), ranks))
 
     def no_room(it: TrainingRun) -> None:
         """Fill the disk from the last step on."""
@@ -153,9 +153,9 @@ def test_what_is_not_done_after_the_last_step(store: Path, tmp_path: Path) -> No
 
     assert case("sound", lambda it: None, "checkpoint.every=4") == {""}
     assert case("recovered", spoil(math.inf, 2), "checkpoint.every=0") == {""}
-    (lost,) = case("lost", spoil(math.nan, 5), "checkpoint.every=0")
+    (lost,) = case("lost", spoil(math.nan, 5), "checkpoint.every=0", ranks=2)
     assert lost.startswith("not done: the loss or its gradient is not finite at the last step (6), and since step 6")
-    (unsaved,) = case("unsaved", no_room, "checkpoint.every=4", "checkpoint.background=false")
+    (unsaved,) = case("unsaved", no_room, "checkpoint.every=4", "checkpoint.background=false", ranks=2)
     assert unsaved.startswith("not done: step 6, the last, was not saved (the newest saved is of step 4): ")
     assert os.strerror(errno.ENOSPC) in unsaved
     assert case("never", no_room, "checkpoint.every=0") == {""}

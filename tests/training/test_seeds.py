@@ -2,15 +2,16 @@
 
 import os
 import random
-import subprocess
-import sys
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.training.optimizer import seed_step
+from hpc_train.interfaces import World
+from hpc_train.testing import run_ranks
+from hpc_train.training.optimizer import require_determinism, seed_step
 
 SEEDS = st.integers(0, (1 << 63) - 1)
 
@@ -34,19 +35,17 @@ def test_every_argument_matters() -> None:
     assert len({python_draw for _, _, python_draw in drawn}) == 6
 
 
-DETERMINISTIC = """
-import os, torch
-from hpc_train.training.optimizer import require_determinism as be_deterministic
-be_deterministic()
-try:
-    torch.nn.functional.max_unpool2d(torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1, 1, dtype=torch.long), 2)
-except RuntimeError as error:
-    print("refused" if "deterministic" in str(error) else error, os.environ["CUBLAS_WORKSPACE_CONFIG"])
-"""
+def unpool_deterministically(_world: World) -> tuple[str, str]:
+    """Return the error of an operation that has no deterministic version, and the setting of cuBLAS."""
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    require_determinism()
+    with pytest.raises(RuntimeError) as refused:
+        torch.nn.functional.max_unpool2d(torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1, 1, dtype=torch.long), 2)
+    return str(refused.value), os.environ["CUBLAS_WORKSPACE_CONFIG"]
 
 
 def test_deterministic_mode_refuses_what_is_not_reproducible() -> None:
     """In a process of its own, since the mode is global."""
-    env = {key: value for key, value in os.environ.items() if key != "CUBLAS_WORKSPACE_CONFIG"}
-    done = subprocess.run([sys.executable, "-c", DETERMINISTIC], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["refused", ":4096:8"]
+    ((refused, workspace),) = run_ranks(unpool_deterministically, 1)
+    assert "deterministic" in refused
+    assert workspace == ":4096:8"

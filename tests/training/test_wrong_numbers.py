@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from drawn import draw
 from torch import Tensor, nn
 from training_runs import metrics, small
 
@@ -104,7 +105,7 @@ def assert_equal(one: list[Outcome], other: list[Outcome]) -> None:
         assert [name for name in a.state if not np.array_equal(a.state[name], b.state[name])] == []
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", draw(LAYOUTS, ("ddp", "tp")))
 def test_a_run_with_the_same_skip_list_is_bit_identical(store: Path, tmp_path: Path, layout: str) -> None:
     hit = small(store, tmp_path / "hit", *LAYOUTS[layout])
     recovered = train(hit, POISONED_STEP)
@@ -118,7 +119,7 @@ def test_a_run_with_the_same_skip_list_is_bit_identical(store: Path, tmp_path: P
     assert [loss for (loss,) in metrics(clean, "loss")][POISONED_STEP - 1] is not None
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", draw(LAYOUTS, ("zero3", "pp")))
 def test_a_step_that_is_good_the_second_time_is_as_if_nothing_had_been(
     store: Path, tmp_path: Path, layout: str
 ) -> None:
