@@ -63,7 +63,6 @@ def test_ranks_in_an_image_stop_go_on_and_compute_the_same(
     settings = (
         "model=custom",
         "model.module=container_witness",
-        "cluster.node.ranks=1",
         "train.steps=400",
         "train.sequence_length=16",
         "train.global_batch=8",

@@ -96,7 +96,7 @@ def short_of_time(
 def test_default_training_runs_to_its_end_on_two_nodes(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
     run = tmp_path / "run"
     # Half of the default's sequences: on two cores a step of all of them takes more than half a second.
-    job = submit(run, "train.steps=100", "train.global_batch=8", "cluster.node.ranks=1")
+    job = submit(run, "train.steps=100", "train.global_batch=8")
     slurm_cluster.wait_for_state(job, "COMPLETED", timeout=600)
     assert [line["step"] for line in lines(run / "metrics.jsonl")] == list(range(1, 101))
     last = lines(run / "metrics.jsonl")[-1]
@@ -114,7 +114,7 @@ def test_ranks_started_by_srun_itself_join(
 ) -> None:
     run = tmp_path / "run"
     command = [sys.executable, "-m", "hpc_train", "train", *tiny, f"run_dir={run}"]
-    slurm_cluster.srun("-N2", "-n4", f"--chdir={tmp_path}", "--export=ALL,OMP_NUM_THREADS=1", *command)
+    slurm_cluster.srun("-N2", "-n2", f"--chdir={tmp_path}", "--export=ALL,OMP_NUM_THREADS=1", *command)
     assert_same_result(run, reference, 300)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -183,8 +183,8 @@ def test_signal_to_one_rank_while_torch_is_imported_stops_all(
 ) -> None:
     run = tmp_path / "run"
     job = submit(run, *tiny)
-    wait_until("the first task", lambda: (run / "logs/0/task-3.log").exists())
-    victim = pid_of_task(run, 3)
+    wait_until("the first task", lambda: (run / "logs/0/task-1.log").exists())
+    victim = pid_of_task(run, 1)
     os.kill(victim, signal.SIGUSR2)
     assert steps_done(run) == 0
     slurm_cluster.wait_for_state(job, "PENDING", timeout=90)
@@ -220,7 +220,7 @@ def test_dead_rank_ends_the_job_at_once_and_is_named(
     slurm_cluster: SlurmCluster, tiny: list[str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    job = submit(run, *tiny, "train.steps=100000", "resilience=off")
+    job = submit(run, *tiny, "train.steps=100000", "resilience=off", "cluster.node.ranks=2")
     wait_until("step 20", lambda: steps_done(run) >= 20)
     os.kill(pid_of_task(run, 3), signal.SIGKILL)
     slurm_cluster.wait_for_state(job, "FAILED", timeout=30)
