@@ -178,3 +178,47 @@ def test_launches_of_experts_are_waited_for_unless_graphs_launch_the_whole_step(
     assert many == pytest.approx(8 * few), "products of each expert are launched one by one"
     one, same = estimate_jobs(job(**{**experts, "stack": FSDP}, tp=1, ep=[8, 1]), CONSTANTS).time.launch
     assert one == same < few, "torch has one kernel for all of a rank"
+
+
+def test_an_interleaved_pipeline_of_megatron_hides_gradients_behind_a_round_of_micro_batches() -> None:
+    wide = {"stack": MEGATRON, "zero": 1, "overlap_data": 1, "dp_shard": 8, "dp_replicate": 1}
+    one, several = estimate_jobs(job(**wide, virtual_stages=[1, 6]), CONSTANTS).time.data
+    assert several < 0.7 * one
+    assert estimate_jobs(job(**{**wide, "overlap_data": 0}, virtual_stages=[1, 6]), CONSTANTS).time.data.std() == 0
+
+
+def test_all_to_alls_beside_another_micro_batch_cost_their_share_of_multiprocessors() -> None:
+    experts = {"experts": 64, "top_k": 8, "expert_width": 4096, "stack": MEGATRON, "dp_shard": 8, "zero": 1, "ep": 8}
+    alone, beside = estimate_jobs(job(**experts, dp_replicate=1, overlap_experts=[0, 1]), CONSTANTS).time.experts
+    assert 0 < beside < alone
+
+
+def test_casts_to_8_bits_weigh_more_in_narrow_models() -> None:
+    def gain(hidden: int) -> float:
+        sizes = {"hidden": hidden, "feed_forward": 4 * hidden, "heads": hidden // 128, "kv_heads": hidden // 128}
+        peak = float(np.max(job().peak_flops))
+        wide, narrow = estimate_jobs(job(stack=MEGATRON, **sizes, peak_flops=[peak, 2 * peak]), CONSTANTS).time.compute
+        return float(wide / narrow)
+
+    assert gain(4096) < gain(16384) < 2
+
+
+def test_products_of_pytorch_are_megatrons_on_ampere_and_slower_on_later_gpus() -> None:
+    constants = replace(CONSTANTS, products_pytorch=0.9, products_blackwell=0.7)
+    for peak, slower in ((312e12, False), (989e12, True), (2500e12, True)):
+        jobs = job(stack=FSDP, peak_flops=peak, peak_flops_attention=peak, tp=1, pp=1)
+        times = [
+            estimate_jobs(jobs, which).time.compute
+            for which in (constants, replace(CONSTANTS, products_pytorch=1.0, products_blackwell=1.0))
+        ]
+        assert bool(times[0] > times[1]) == slower
+
+
+def test_norms_of_several_kernels_and_of_heads_take_longer_unless_compiled() -> None:
+    for name in ("composite_norms", "head_norms"):
+        without, with_them = estimate_jobs(
+            job(stack=FSDP, fused_elementwise=0, **{name: [0, 1]}), CONSTANTS
+        ).time.compute
+        assert without < with_them, name
+    same, compiled = estimate_jobs(job(stack=FSDP, fused_elementwise=1, composite_norms=[0, 1]), CONSTANTS).time.compute
+    assert same == compiled
