@@ -80,6 +80,11 @@ def load_model(
     Raises UserError for a model that generates no text, and one without a tokenizer.
     """
     path = Path(where).expanduser()
+    if tokenizer is not None and (not tokenizer or not Path(tokenizer).expanduser().exists()):
+        raise UserError(
+            f"--tokenizer {tokenizer or repr('')}: is not there; give a folder with a tokenizer.json, or leave it "
+            "out for the model's own"
+        )
     if (path / "config.json").is_file():
         refuse_base_of_folder(where, base)
         refuse_weights_of_folder(where, weights)

@@ -171,6 +171,7 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--prompt: is not text in UTF-8" in refused(str(run), "--prompt", "a\udcff")  # as Python has foreign bytes
     assert "has no chat template" in refused(str(run), "--prompt", "a", "--chat")
     assert "cannot be read" in refused(str(run), "--file", str(tmp_path))
+    assert "--tokenizer byte: is not there; give a folder" in refused(str(run), "--prompt", "a", "--tokenizer", "byte")
     (tmp_path / "empty").write_text("\n\n")
     assert "has no prompt" in refused(str(run), "--file", str(tmp_path / "empty"))
     (tmp_path / "config.json").write_text("{")
