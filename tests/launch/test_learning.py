@@ -20,6 +20,7 @@ def test_digits_are_learnt_and_the_curve_is_in_tensorboard(workshop: Workshop) -
         f"train.steps={STEPS}",
         "train.global_batch=64",
         "train.micro_batch=32",
+        "launch.ranks=1",
         "train.eval_every=30",
         "train.eval_batches=4",
         "train.log_every=20",

@@ -32,8 +32,9 @@ QUICK = ("launch.ranks=1", "train.steps=6", "checkpoint.every=0")
 def twice(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Path:
     """A run of four steps that a second attempt has continued to the seventh, with secrets in the environment."""
     place = Workshop(tmp_path_factory.mktemp("twice"), store)
-    for steps in (4, 7):
-        ended = place.train("run", *ALL, "loggers.tags=[small]", f"train.steps={steps}", **SECRETS)
+    for steps, ranks in ((4, 2), (7, 1)):
+        words = ("loggers.tags=[small]", f"train.steps={steps}", f"launch.ranks={ranks}")
+        ended = place.train("run", *ALL, *words, **SECRETS)
         assert ended.code == 0, ended
         assert "logger" not in ended.err, ended.err
     place.clean()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
 from jobs import FAULTY, Workshop, processes, saved_steps, wait_for
 
 from hpc_train.errors import EXIT_DONE, EXIT_USER_ERROR
@@ -34,6 +35,7 @@ def test_the_second_is_refused_and_the_first_goes_on(workshop: Workshop) -> None
     assert not (first.run_dir / "checkpoints" / "lock").exists()
 
 
+@pytest.mark.long
 def test_after_a_kill_the_same_command_goes_on(workshop: Workshop) -> None:
     job = workshop.start("run", *SHORT, faults="0:train:4:hold")
     workshop.wait_for_fault("0:train:4:hold", job)
