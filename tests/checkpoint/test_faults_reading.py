@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_helpers import alone, blank, holds, names, same_pieces, save_alone, sharded, state, whole
-from drawn import draw_thirds
+from drawn import draw, draw_thirds
 from faults import EVERY, Fault, at_call, fails, kill
 
 from hpc_train.checkpoint import (
@@ -61,12 +61,12 @@ def test_any_call_that_fails_alone(directory: Path, name: str, third: int) -> No
     assert number > 15
 
 
-def test_any_call_that_fails_on_one_of_two_ranks(directory: Path) -> None:
+@pytest.mark.parametrize("third", draw(range(3), [1]))
+def test_any_call_that_fails_on_one_of_two_ranks(directory: Path, third: int) -> None:
     def load_everywhere(world: World, failing: int) -> list[int | str]:
         outcomes: list[int | str] = []
-        number, name = 0, random.Random(failing)
-        while number < 40:
-            number += 1
+        name = random.Random(failing)
+        for number in range(1 + third, 41, 3):
             fault = fails(getattr(errno, name.choice(ERRORS)))
             outcomes.append(loaded(directory, world, number if world.rank == failing else 0, fault)[0])
         return outcomes

@@ -24,10 +24,22 @@ def test_launchers_are_discovered(name: str) -> None:
     assert name in [launcher.__name__ for launcher in Plugins.instance().discover(Launcher)]
 
 
+LAUNCHER = pytest.mark.parametrize(("launcher_name", "overrides"), [("hpc_local", [])])
+
+
+@pytest.mark.long
 @pytest.mark.usefixtures("hydras_own")
-@pytest.mark.parametrize(("launcher_name", "overrides"), [("hpc_local", [])])
+@LAUNCHER
 class TestLocalLauncher(LauncherTestSuite):
     """Hydra's rules for any launcher."""
+
+
+@pytest.mark.usefixtures("hydras_own")
+@LAUNCHER
+class TestLocalLauncherWithFewSweeps(LauncherTestSuite):
+    """Those rules without three that `make test` has on Slurm."""
+
+    test_sweep_2_optimizers = test_sweep_over_unspecified_mandatory_default = test_sweep_and_override = None
 
 
 @pytest.mark.usefixtures("hydras_own")

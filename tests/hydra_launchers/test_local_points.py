@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from drawn import draw
 from hydra.core.utils import JobStatus
 from sweeping import Sweeping, value, wait_for
 
@@ -92,7 +93,7 @@ def test_all_ranks_run_and_one_that_fails_fails_the_point(sweeping: Sweeping) ->
     assert logs == ["0_log.out", "0_log.out", "1_log.out", "1_log.out"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+@pytest.mark.parametrize("number", draw([signal.SIGUSR2, signal.SIGTERM], [signal.SIGUSR2]))
 def test_a_point_that_is_told_to_stop_is_run_again(sweeping: Sweeping, number: signal.Signals) -> None:
     stopper = threading.Thread(target=lambda: os.kill(int(wait_for(sweeping.place / "holds-7")), number), daemon=True)
     stopper.start()
