@@ -16,8 +16,8 @@ import pytest
 from lab import FAULTS, LAYOUTS, Outcome, run_cells
 
 DRAWN = [
-    *(("ddp", fault, 0) for fault in ("none", "small", "input_and_delay", "delay_and_input")),
-    *(("fsdp", fault, 0) for fault in ("memory", "link")),
+    *(("ddp", fault, 0) for fault in ("none", "small", "memory", "input_and_delay", "delay_and_input")),
+    ("fsdp", "link", 0),
     ("hsdp", "delay", 0),
     ("tp", "input", 0),
     *(("pp", fault, 0) for fault in ("input_one", "save")),
