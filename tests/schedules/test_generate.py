@@ -76,7 +76,7 @@ def test_one_forward_one_backward_in_full() -> None:
         (("zbv", 2, 4, 1), "parallel.pipeline.virtual_stages=1: zbv has exactly 2 per rank"),
         (("zbv", 2, 4, 3), "exactly 2 per rank; leave it out, or use parallel.pipeline.schedule=interleaved_1f1b"),
         (("looped_bfs", 2, 4, 1), "at least 2 per rank"),
-        (("1f2b", 2, 4, 1), "parallel.pipeline.schedule=1f2b: no such schedule; there are naive, gpipe, 1f1b"),
+        (("1f2b", 2, 4, 1), "parallel.pipeline.schedule=1f2b: no such schedule; did you mean '1f1b'?"),
         (("1f1b", 0, 4, 1), "0 ranks"),
         (("1f1b", 2, 0, 1), "0 micro-batches"),
         (("zbv", 4, 8, 2, 7), "there are 8 stages, but the model has 7 blocks"),
