@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -245,8 +246,18 @@ COMMANDS = [
 TABLE = [*KEYS, *CHOICES, *FORMS, *TYPES, *VALUES, *DEGREES, *DATA, *PLACES, *COMMANDS]
 
 
+@pytest.fixture(scope="module")
+def a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has a checkpoint."""
+    folder = tmp_path_factory.mktemp("place") / "a_run"
+    config = compose([f"run_dir={folder}"])
+    prepare_run_directory(locate_run_directory(config), config)
+    (folder / "checkpoints" / "step-1").mkdir(parents=True)
+    return folder
+
+
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def place(a_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder to work in, with a file, a folder of notes, and a run that has a checkpoint."""
     monkeypatch.chdir(tmp_path)
     for variable in ("RANK", "SLURM_STEP_ID"):
@@ -257,9 +268,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "notes" / "notes.txt").write_text("a few words\n")
     (tmp_path / "a_sweep" / "logs").mkdir(parents=True)
     (tmp_path / "a_sweep" / "points.jsonl").touch()
-    config = compose([f"run_dir={tmp_path / 'a_run'}"])
-    prepare_run_directory(locate_run_directory(config), config)
-    (tmp_path / "a_run" / "checkpoints" / "step-1").mkdir(parents=True)
+    shutil.copytree(a_run, tmp_path / "a_run")
     yield tmp_path
     for number, handler in handlers.items():
         signal.signal(number, handler)
