@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,6 @@ class Reductions:
 
 def main(folder: Path, ranks: int) -> None:
     """Train every kind of model with both, in one process group."""
-    torch.set_num_threads(1)
     layout = Layout(ranks, ("parallel=ddp",))
     configs = {how: layout.config(*OPTIM, f"parallel.reduce_with={how}") for how in ("torch", "mpi")}
     task = join()
@@ -54,7 +52,3 @@ def main(folder: Path, ranks: int) -> None:
             found[how, kind] = outcome, reductions.bytes
     (folder / f"{world.rank}.pickle").write_bytes(pickle.dumps(found))
     leave_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))

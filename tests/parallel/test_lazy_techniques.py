@@ -96,3 +96,7 @@ def test_a_step_imports_only_the_techniques_that_are_on(layout: str, overrides: 
     for modules in _find_imports()[list(USED).index((layout, overrides))]:
         imported = {name.removeprefix("hpc_train.parallel.") for name in modules} & techniques
         assert imported == ALWAYS | USED[layout, overrides]
+
+
+def test_mpi_is_not_even_imported_unless_asked_for() -> None:
+    assert not any("mpi4py" in modules for ranks in _find_imports() for modules in ranks)

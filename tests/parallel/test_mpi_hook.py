@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import mpi_ranks
 import numpy as np
 import pytest
+from mpi_start import run_mpi_ranks
 from outcome import Outcome, assert_close, whole
 from plain_setup import LAYOUTS, engine_of
 
@@ -20,7 +17,6 @@ from hpc_train.interfaces import World
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.testing import run_ranks
 
-MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--mca", "mpi_yield_when_idle", "1", "-n")
 Found = dict[tuple[str, str], tuple[Outcome, int]]
 
 
@@ -28,11 +24,7 @@ Found = dict[tuple[str, str], tuple[Outcome, int]]
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     """What each rank saw."""
     folder, ranks = tmp_path_factory.mktemp("mpi"), request.param
-    command = [*MPIRUN, str(ranks), sys.executable, mpi_ranks.__file__, str(folder), str(ranks)]
-    root = Path(__file__).parents[2]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
-    assert ended.returncode == 0, ended.stderr
+    run_mpi_ranks(mpi_ranks.main, ranks, folder, ranks)
     return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(ranks)]
 
 
@@ -85,8 +77,3 @@ def test_where_it_has_no_place_is_said_in_a_line(overrides: tuple[str, ...], sai
     with pytest.raises(UserError, match=said) as caught:
         check_support(config, 2)
     assert "\n" not in str(caught.value)
-
-
-def test_mpi_is_not_even_imported_unless_asked_for() -> None:
-    code = "import hpc_train.parallel.apply, sys; sys.exit('mpi4py' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
