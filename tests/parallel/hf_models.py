@@ -30,7 +30,7 @@ from hpc_train.training.factory import make_engine, make_pretrained_model
 from hpc_train.training.optimizer import make_optimizer
 
 SEQUENCES, LENGTH, VOCABULARY = 8, 16, 48
-STEPS = (0, 1, 2)
+STEPS = (0, 1)
 RATES = (1e-2, 2e-2, 5e-3, 1e-2)
 MAX_NORM = 0.05
 COMMON = (
@@ -227,7 +227,7 @@ def share(kind: str, step: int, world: World, micro: int = 2) -> StepBatch:
 
 
 def truth(kind: str, folder: Path) -> tuple[Outcome, Outcome]:
-    """Train with transformers alone, in one process: from_pretrained, three steps of AdamW, and the one after them."""
+    """Train with transformers alone, in one process: from_pretrained, two steps of AdamW, and the one after them."""
     how = {"experts_implementation": "eager"} if kind in ("mixtral", "granitemoe") else {}
     module = auto_class(kind).from_pretrained(folder, dtype=torch.float64, **how).train()
     config = compose((*COMMON, "model.path=x"))
@@ -284,7 +284,7 @@ def run_steps(engine: Engine, case: Case, world: World, which: tuple[int, ...]) 
 
 
 def train_and_save(world: World, case: Case, own: Path) -> Outcome:
-    """Train the three steps and save them into `own` for other layouts."""
+    """Train the two steps and save them into `own` for other layouts."""
     engine = fresh(case, world)
     trained = run_steps(engine, case, world, STEPS)
     save_step(own, len(STEPS), engine.shards(), {}, world).wait()
@@ -292,7 +292,7 @@ def train_and_save(world: World, case: Case, own: Path) -> Outcome:
 
 
 def resume(world: World, case: Case, other: Path) -> Outcome:
-    """Train the step after the third, from the checkpoint of another layout."""
+    """Train the step after the second, from the checkpoint of another layout."""
     engine = fresh(case, world)
     load_step(other, len(STEPS), engine.shards(), world)
     return run_steps(engine, case, world, (len(STEPS),))

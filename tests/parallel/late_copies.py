@@ -13,7 +13,7 @@ from hpc_train.checkpoint import Saver
 from hpc_train.checkpoint.save.tensor_copy import TensorCopy
 from hpc_train.interfaces import Engine, StepBatch, World
 
-STEPS, RATE, MAX_NORM = 3, 1e-2, 0.05
+STEPS, RATE, MAX_NORM = 2, 1e-2, 0.05
 MakeEngine = Callable[[World], Engine]
 MakeBatch = Callable[[World, int], StepBatch]
 

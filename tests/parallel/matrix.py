@@ -1,4 +1,4 @@
-"""The layouts of the matrix. In each of them three steps are trained and saved, and another layout's checkpoint is
+"""The layouts of the matrix. In each of them two steps are trained and saved, and another layout's checkpoint is
 resumed.
 """
 
@@ -35,7 +35,7 @@ from hpc_train.training.numerics.replica_check import ReplicaCheck
 from hpc_train.training.optimizer import make_optimizer
 
 SEQUENCES, LENGTH, VOCABULARY = 16, 16, 29
-STEPS = (0, 1, 2)
+STEPS = (0, 1)
 RATES = (1e-2, 2e-2, 5e-3, 1e-2)
 MAX_NORM = 0.05
 COMMON = (
@@ -199,7 +199,7 @@ def share(batch: MicroBatch, world: World, micro: int, step: int = 0) -> StepBat
 def truth(
     kind: str, make: Callable[[nn.Module, RunConfig], torch.optim.Optimizer] | None = None
 ) -> tuple[Outcome, Outcome]:
-    """Train the three steps, and the one after them, by plain autograd in one process. make: makes the optimizer; None:
+    """Train the two steps, and the one after them, by plain autograd in one process. make: makes the optimizer; None:
     AdamW.
     """
     module, config = model(kind), Case(1, (), kind).config()
@@ -271,7 +271,7 @@ def steps(engine: Engine, case: Case, world: World, which: tuple[int, ...]) -> O
 
 
 def train_and_resume(world: World, case: Case, other: Path, own: Path) -> tuple[Outcome, Outcome]:
-    """Train the three steps and save them into `own`; then continue in a new engine from another layout's save."""
+    """Train the two steps and save them into `own`; then continue in a new engine from another layout's save."""
     engine = fresh(case, world)
     trained = steps(engine, case, world, STEPS)
     save_step(own, len(STEPS), engine.shards(), {}, world).wait()
@@ -281,14 +281,14 @@ def train_and_resume(world: World, case: Case, other: Path, own: Path) -> tuple[
 
 
 def train_and_save(world: World, case: Case, own: Path) -> None:
-    """Train the three steps and save them for other layouts."""
+    """Train the two steps and save them for other layouts."""
     engine = fresh(case, world)
     steps(engine, case, world, STEPS)
     save_step(own, len(STEPS), engine.shards(), {}, world).wait()
 
 
 def resume(world: World, case: Case, other: Path) -> Outcome:
-    """Train the step after the third, from the checkpoint of another layout."""
+    """Train the step after the second, from the checkpoint of another layout."""
     engine = fresh(case, world)
     load_step(other, len(STEPS), engine.shards(), world)
     return steps(engine, case, world, (len(STEPS),))

@@ -20,7 +20,7 @@ from hpc_train.interfaces import IGNORED_TARGET, Engine, MicroBatch, TensorShard
 Array = npt.NDArray[np.float64]
 Arrays = dict[str, Array]
 RATES = (1e-2, 2e-2, 5e-3)
-"""Learning rates of the three steps."""
+"""Learning rates of up to three steps."""
 
 
 @dataclass(frozen=True)

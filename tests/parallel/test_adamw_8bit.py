@@ -179,7 +179,7 @@ CASES = {
     "zero2-4": Case(4, ("parallel.strategy=zero2",), "eights", micro=2),
     "fsdp-4": Case(4, ("parallel=fsdp",), "eights", micro=2),
     "hsdp": Case(4, HSDP, "eights", micro=2),
-    "tp-2": Case(2, ("parallel.tp=2",), "eights"),
+    "tp-2": Case(2, ("parallel.tp=2",), "eights", micro=10),
     "tp-2-fsdp-2": Case(4, ("parallel=fsdp", "parallel.tp=2"), "eights"),
     "cp-2-fsdp": Case(4, ("parallel=fsdp", "parallel.cp=2"), "eights"),
     "pp-2-zero1": Case(4, ("parallel.strategy=zero1", "parallel.pp=2"), "eights"),
@@ -197,7 +197,7 @@ def _with_eight(case: Case) -> Case:
 
 
 def _train(world: World, case: Case, other: Path, own: Path) -> tuple[Outcome, list[Held], Outcome, Outcome]:
-    """Three steps and a save, the fourth; and, in new engines, what was loaded and the fourth from two checkpoints."""
+    """Two steps and a save, the third; and, in new engines, what was loaded and the third from two checkpoints."""
     engine = fresh(case, world)
     trained = steps(engine, case, world, STEPS)
     save_step(own, LAST, engine.shards(), {}, world).wait()
@@ -235,7 +235,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Out
     return train
 
 
-@pytest.mark.parametrize("name", draw(CASES, ("tp-2", "ep-2")))
+@pytest.mark.parametrize("name", draw(CASES, ("tp-2",)))
 def test_every_layout_trains_as_one_process_and_takes_its_state(
     name: str, alone: Callable[[str], tuple[Outcome, Outcome, Path]], tmp_path: Path
 ) -> None:

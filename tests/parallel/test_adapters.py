@@ -1,4 +1,4 @@
-"""LoRA and DoRA on every axis: loss, gradients, norms and three steps equal PEFT's in one process, in float64."""
+"""LoRA and DoRA on every axis: loss, gradients, norms and two steps equal PEFT's in one process, in float64."""
 
 from __future__ import annotations
 

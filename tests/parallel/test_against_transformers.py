@@ -120,7 +120,7 @@ def _held(state: State) -> list[Held]:
 
 @cache
 def trained(kind: str) -> tuple[State, Outcome]:
-    """Their initial weights, and three steps of theirs by autograd and AdamW, both under our names."""
+    """Their initial weights, and two steps of theirs by autograd and AdamW, both under our names."""
     theirs, config = in_float64(library_model(kind)), Case(1, (), kind).config()
     start, parameters = _ours(theirs.state_dict(), kind), dict(theirs.named_parameters())
     matrices, vectors = ([p for p in parameters.values() if (p.ndim > 1) == wide] for wide in (True, False))
@@ -158,9 +158,9 @@ def _train(world: World, cases: dict[str, Case], weights: dict[str, State]) -> d
     return outcomes
 
 
-@pytest.mark.parametrize("name", draw(LAYOUTS, ("zero3-2", "tp-2-pp-2")))
+@pytest.mark.parametrize("name", draw(LAYOUTS, ("zero3-2",)))
 def test_ours_at_any_layout_trains_as_theirs_in_one_process(name: str) -> None:
-    """Loss, gradients, norm before clipping, and parameters and moments after three steps."""
+    """Loss, gradients, norm before clipping, and parameters and moments after two steps."""
     ranks, overrides = LAYOUTS[name]
     cases = {kind: Case(ranks, overrides, kind) for kind in KINDS}
     weights = {kind: trained(kind)[0] for kind in KINDS}

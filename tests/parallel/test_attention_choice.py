@@ -80,7 +80,7 @@ def test_the_log_says_what_is_used() -> None:
 
 
 def _kernels(world: World) -> dict[str, list[float]]:
-    """Losses of three steps by each kernel, and which ones torch's profiler saw."""
+    """Losses of two steps by each kernel, and which ones torch's profiler saw."""
     from dataclasses import replace
 
     from matrix import STEPS, steps

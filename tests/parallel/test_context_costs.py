@@ -182,7 +182,7 @@ def _attention_memory(world: World, method: str, expected: float) -> tuple[int, 
     return kept, live.largest
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", draw(METHODS, ["balanced", "ulysses"]))
 def test_attention_keeps_what_grows_with_a_ranks_share_and_no_square(method: str) -> None:
     """Kept: for the ring keys, values and the result, for Ulysses q, k, v as exchanged, and the result before and after
     its exchange; and the log-sum-exp. The largest tensor holds keys and values."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from drawn import draw
 from outcome import RATES, Outcome, assert_close, engine_steps, gradients, state, whole
 from peak_bytes import PeakBytes
 from plain_setup import FEATURES, LAYOUTS, Layout, global_batch
@@ -30,7 +31,7 @@ from hpc_train.testing import run_ranks
 from hpc_train.training.optimizer import make_optimizer
 
 TOLERANCE = 1e-10
-STEPS = (0, 1, 2)
+STEPS = (0, 1)
 OPTIM = ("optim.max_norm=0.05", "optim.eps=1e-6")
 WIDTH = 12
 
@@ -321,7 +322,7 @@ def _bytes_at_the_start(world: World, config: RunConfig) -> tuple[int, int, int,
     return size, block, peak.peak, sum(storage.nbytes() for storage in left)
 
 
-@pytest.mark.parametrize("layout", ["zero3-4", "hsdp-2x2"])
+@pytest.mark.parametrize("layout", draw(["zero3-4", "hsdp-2x2"], ["zero3-4"]))
 def test_at_the_start_a_rank_takes_its_share_and_no_more_than_a_block(layout: str) -> None:
     config = LAYOUTS[layout].config()
     ways = 2 if layout.startswith("hsdp") else 4
@@ -356,7 +357,7 @@ def _seeded_large() -> Large:
         return Large()
 
 
-@pytest.mark.parametrize("layout", ["zero3-4", "hsdp-2x2"])
+@pytest.mark.parametrize("layout", draw(["zero3-4", "hsdp-2x2"], ["zero3-4"]))
 def test_no_rank_ever_has_the_whole_of_it(layout: str) -> None:
     config, wanted = LAYOUTS[layout].config(), _seeded_large().parts[1].weight.double()
     ways = 2 if layout.startswith("hsdp") else 4

@@ -35,7 +35,9 @@ def _every_case(world: World, config: RunConfig) -> dict[tuple[str, str], Outcom
     }
 
 
-@pytest.mark.parametrize(("layout", "more"), [("ddp-2", ()), ("ddp-4", ()), ("ddp-2", LOSSLESS)])
+@pytest.mark.parametrize(
+    ("layout", "more"), [("ddp-2", ()), pytest.param("ddp-4", (), marks=pytest.mark.long), ("ddp-2", LOSSLESS)]
+)
 def test_a_static_graph_gives_the_numbers_of_one_process(layout: str, more: tuple[str, ...]) -> None:
     config = LAYOUTS[layout].config(*OPTIM, STATIC, *more)
     ranks = run_ranks(_every_case, LAYOUTS[layout].ranks, config, parallel=config.parallel)

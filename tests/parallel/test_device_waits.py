@@ -20,8 +20,8 @@ from hpc_train.interfaces import MicroBatch, StepBatch
 from hpc_train.runtime.start import init, leave_process_group
 from hpc_train.training.numerics.step_numbers import read_step_numbers
 
-DRAWN = ("ddp", "fsdp", "pp", "ep", "window", "fp8")
-OTHERS = ("tp", "async_tp", "cp", "chunks", "recompute", "muon", "ema", "diloco")
+DRAWN = ("ddp", "fsdp", "pp", "ep", "window")
+OTHERS = ("fp8", "tp", "async_tp", "cp", "chunks", "recompute", "muon", "ema", "diloco")
 OFFLOADED = ("activations", "optimizer")
 Traces = dict[str, Trace]
 

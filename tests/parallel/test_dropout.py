@@ -61,7 +61,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Elsewhere:
     return Elsewhere(tmp_path_factory)
 
 
-DRAWN = ("zero3-2-selective", "cp-2-unbalanced", "cp-2-tp-2-ulysses", "pp-2-1f1b-recomputed-short")
+DRAWN = ("zero3-2-selective", "cp-2-unbalanced", "tp-2", "pp-2-1f1b-recomputed-short")
 
 
 @pytest.mark.parametrize("name", draw(CASES, DRAWN))

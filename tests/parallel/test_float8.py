@@ -82,7 +82,7 @@ def test_one_process_gives_the_numbers_of_torchao(recipe: str) -> None:
     assert 1e-4 < abs(outcome.losses[0] / without.losses[0] - 1) < 0.05, "8 bits, but the same model"
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("recipe", draw(["tensorwise", "rowwise", "rowwise_with_gw_hp"], ["rowwise"]))
 @pytest.mark.parametrize("strategy", draw(["ddp", "fsdp"], ["fsdp"]))
 def test_a_model_learns_in_bf16_with_products_in_8_bits(recipe: str, strategy: str) -> None:
     case = Case(2, (f"parallel={strategy}", "precision=fp8", f"precision.float8={recipe}"), "sixteens")

@@ -48,7 +48,7 @@ CASES = {
     "fsdp-2-compile": Case(2, ("parallel=fsdp", "parallel.compile=true", *FLOAT8), "sixteens"),
     "ep-2": Case(2, ("parallel=fsdp", "parallel.ep=2", *FLOAT8), "experts"),
 }
-DRAWN = ("fsdp-4", "pp-2-zero2-zbv")
+DRAWN = ("fsdp-4",)
 
 
 def _train_alone(world: World, case: Case, folder: Path) -> tuple[Outcome, Outcome]:
@@ -60,7 +60,7 @@ def _train_alone(world: World, case: Case, folder: Path) -> tuple[Outcome, Outco
 
 @cache
 def _in_one_process(kind: str, folder: Path) -> tuple[Outcome, Outcome]:
-    """Train the three steps and the one after them without any gather; `folder` gets the checkpoint between."""
+    """Train the two steps and the one after them without any gather; `folder` gets the checkpoint between."""
     alone = Case(1, ("parallel=ddp", TENSORWISE), kind)
     (outcomes,) = run_ranks(_train_alone, 1, alone, folder, parallel=alone.config().parallel)
     return outcomes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from drawn import draw
 from outcome import Held, gradients, whole
 from plain_setup import LAYOUTS, SEQUENCES, engine_of
 from torch import Tensor, nn
@@ -77,7 +78,7 @@ def test_ddp_sees_each_ranks_own_gradient_or_that_of_its_first_micro_batch(ranks
     assert measured[1] == SEQUENCES // ranks // micro
 
 
-@pytest.mark.parametrize("name", ["zero3-2", "zero3-4", "hsdp-2x2"])
+@pytest.mark.parametrize("name", draw(["zero3-2", "zero3-4", "hsdp-2x2"], ["zero3-4"]))
 def test_zero3_sees_the_first_micro_batch_of_all_ranks_together(name: str) -> None:
     ranks = LAYOUTS[name].ranks
     x, y = (torch.cat([tensor[rows] for rows in _firsts(ranks, 2)]).numpy() for tensor in _data())
@@ -88,7 +89,7 @@ def test_zero3_sees_the_first_micro_batch_of_all_ranks_together(name: str) -> No
     assert measured[1] == SEQUENCES // 2
 
 
-@pytest.mark.parametrize("name", ["zero3-2", "hsdp-2x2", "zero3-1", "ddp-1"])
+@pytest.mark.parametrize("name", draw(["zero3-2", "hsdp-2x2", "zero3-1", "ddp-1"], ["zero3-2", "zero3-1", "ddp-1"]))
 def test_without_a_part_to_see_there_is_no_sample(name: str) -> None:
     assert _measured(name, 1) is None
 
@@ -107,7 +108,7 @@ def _with_and_without(world: World, config: RunConfig, micro: int) -> tuple[list
 @pytest.mark.parametrize(
     ("name", "tolerance"), [("ddp-1", 0.0), ("ddp-2", 0.0), ("zero3-2", 1e-13), ("hsdp-2x2", 1e-13)]
 )
-@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("micro", draw([1, 2], [2]))
 def test_measuring_changes_no_gradient(name: str, tolerance: float, micro: int) -> None:
     """Bit for bit with ddp; zero3 reduces in two parts what it else reduces in one, so the order of sums differs."""
     config = LAYOUTS[name].config()

@@ -69,7 +69,6 @@ DRAWN = (
     "phi tp-2 dora",
     "gpt_neox pp-2 lora",
     "llama tp-2 qlora",
-    "bert fsdp-2 qdora",
 )
 
 

@@ -52,7 +52,7 @@ def allows(kind: str, layout: str) -> bool:
 
 
 CASES = [f"{kind} {layout}" for kind in CONFIGS for layout in LAYOUTS if allows(kind, layout)]
-DRAWN = ("llama fsdp-2", "qwen3 pp-2-tp-2", "gemma3 cp-2", "gpt2 zero1-2", "olmo2 recompute", "vit ddp-2", "t5 tp-2")
+DRAWN = ("qwen3 pp-2", "gemma3 cp-2", "olmo2 recompute", "vit ddp-2", "t5 tp-2")
 
 
 class Models:
@@ -75,7 +75,7 @@ class Models:
         return self._known[kind]
 
     def saved(self, kind: str) -> Path:
-        """Step 3 of a layout that no case has."""
+        """Step 2 of a layout that no case has."""
         if kind not in self._saved:
             case = Case(kind, self.folder(kind), 2, ("parallel.strategy=zero2",))
             path = self._factory.mktemp(f"{kind}-saved")
@@ -95,7 +95,7 @@ def tolerance(kind: str) -> float:
 
 
 def train_and_resume(world: World, case: Case, own: Path, other: Path) -> tuple[Outcome, Outcome]:
-    """Train the three steps and save them; then the step after the third, from another layout's checkpoint."""
+    """Train the two steps and save them; then the step after the second, from another layout's checkpoint."""
     return train_and_save(world, case, own), resume(world, case, other)
 
 

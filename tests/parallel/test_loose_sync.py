@@ -56,8 +56,8 @@ CASES = {
     **{f"{layout}, streaming": (layout, "streaming") for layout in LAYOUTS if layout != "4 copies"},
     **{f"2 copies, {way}": ("2 copies", way) for way in WAYS if way != "streaming"},
 }
-DRAWN = [f"2 copies, {way}" for way in WAYS] + [f"2 copies x {way}, streaming" for way in ("zero3 2", "tp 2", "zbv 2")]
-"""Every way, and the layouts in which a copy is split in one way each."""
+DRAWN = [f"2 copies, {way}" for way in WAYS] + [f"2 copies x {way}, streaming" for way in ("zero3 2", "zbv 2")]
+"""Every way; a copy that is sharded, and one that has stages."""
 
 
 def make_config(layout: str, *more: str) -> RunConfig:
@@ -189,7 +189,7 @@ def save_midway(world: World, config: RunConfig, folder: Path, until: int) -> tu
     return steps + train(engine, world, range(until, STEPS)), gather_shards(engine)
 
 
-@pytest.mark.parametrize("until", [3, 4, 5])
+@pytest.mark.parametrize("until", draw([3, 4, 5], [5]))
 def test_resumes_bit_equal_while_exchanges_are_under_way(until: int, tmp_path: Path) -> None:
     config = make_config("2 copies", *WAYS["streaming"], "parallel.sync.compression=int8")
     whole = run_ranks(save_midway, 2, config, tmp_path, until, parallel=config.parallel)
@@ -216,9 +216,9 @@ def test_goes_on_with_fewer_copies_and_with_more(tmp_path: Path) -> None:
     three, two = (make_config(f"{count} copies", EVERY) for count in (3, 2))
     whole = run_ranks(save_midway, 3, three, tmp_path, 6, parallel=three.parallel)
     assert whole
+    saved = run_ranks(load_only, 3, three, tmp_path, 6, parallel=three.parallel)
     for config, ranks, source in ((two, 2, [0, 1]), (make_config("4 copies", EVERY), 4, [0, 1, 2, 0])):
         found = run_ranks(load_only, ranks, config, tmp_path, 6, parallel=config.parallel)
-        saved = run_ranks(load_only, 3, three, tmp_path, 6, parallel=three.parallel)
         for own, copy in zip(found, source, strict=True):
             assert {name: values.tobytes() for name, values in own.items()} == {
                 name: values.tobytes() for name, values in saved[copy].items()

@@ -95,7 +95,7 @@ def compare(found: list[Outcome], config: RunConfig, copies: int, ends: dict[int
         assert error < 1e-10, (name, error)
 
 
-@pytest.mark.parametrize("way", [(), ("parallel.sync.fragments=3",)])
+@pytest.mark.parametrize("way", [pytest.param((), marks=pytest.mark.long), ("parallel.sync.fragments=3",)])
 def test_a_copy_that_is_killed_between_exchanges_is_left_behind(way: tuple[str, ...]) -> None:
     def fault(rank: int, step: int, _: Engine) -> None:
         if (rank, step) == (1, 6):
@@ -136,7 +136,9 @@ def die_in_sum(engine: Engine, at: int) -> None:
     engine.copy_group.sum = count_and_die  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("way", [(), ("parallel.sync.compression=int8", "parallel.sync.block=16")])
+@pytest.mark.parametrize(
+    "way", [pytest.param((), marks=pytest.mark.long), ("parallel.sync.compression=int8", "parallel.sync.block=16")]
+)
 def test_an_exchange_that_one_copy_has_completed_counts_for_all(way: tuple[str, ...]) -> None:
     """Copy 2 dies after the exchange; copy 0 has its result, and copy 1 has an error."""
     name = "_gather" if way else "_sum"

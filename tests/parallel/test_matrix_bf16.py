@@ -6,7 +6,7 @@ the worst of what was measured over the layouts below and one process (torch 2.1
 - the loss, a mean over tokens whose errors are independent: 0.003 of it;
 - a gradient, for which some hundred operations follow one another: 0.03 of the norm of all gradients together, 0.05 of
   one tensor's own; the norm before clipping, where errors average out and later steps add theirs: 0.02;
-- what three steps add to the parameters: 0.11 of its norm. AdamW's first updates are nearly the signs of the gradient,
+- what two steps add to the parameters: 0.11 of its norm. AdamW's first updates are nearly the signs of the gradient,
   and a gradient with a relative error e has about e / pi of its signs wrong, so that 2 sqrt(e / pi) = 0.2 is the worst.
 
 A layout rounds in other places than one process, but not more: it must be as close to float64 as one process in bf16.
@@ -56,10 +56,10 @@ def _initial() -> Arrays:
 @cache
 def _trained(name: str) -> list[Outcome]:
     case = CASES[name]
-    return run_ranks(_three_steps, case.ranks, case, parallel=case.config().parallel)
+    return run_ranks(_two_steps, case.ranks, case, parallel=case.config().parallel)
 
 
-def _three_steps(world: World, case: Case) -> Outcome:
+def _two_steps(world: World, case: Case) -> Outcome:
     return steps(fresh(case, world), case, world, STEPS)
 
 
@@ -69,7 +69,7 @@ def gradient_error(ranks: list[Outcome]) -> float:
 
 
 def update_error(ranks: list[Outcome]) -> float:
-    """Of what three steps have added to the parameters, relative."""
+    """Of what two steps have added to the parameters, relative."""
     return _distance(_update(ranks), _update([_truth()]))
 
 

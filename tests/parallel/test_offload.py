@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from drawn import draw
 from outcome import RATES, Held, Outcome, engine_steps, held
 from plain_setup import Layout, engine_of, global_batch, model, share
 from torch import nn
@@ -60,7 +61,7 @@ def _configs(layout: Layout, folder: Path) -> dict[str, RunConfig]:
 
 def _in_every_place(world: World, kind: str, configs: dict[str, RunConfig], folder: Path) -> dict[str, Outcome]:
     seen = {
-        name: engine_steps(engine_of(kind, config, world), world, config, kind, "two", (0, 1, 2))
+        name: engine_steps(engine_of(kind, config, world), world, config, kind, "two", (0, 1))
         for name, config in configs.items()
     }
     assert list(folder.iterdir()) == [], "the files have no name that could be left behind"
@@ -81,7 +82,7 @@ def assert_same_bits(got: list[Held], wanted: list[Held]) -> None:
         np.testing.assert_array_equal(mine.local, theirs.local)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", draw(LAYOUTS, ["zero2-2x2", "zero3-3"]))
 def test_offload_changes_no_bit(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     configs = _configs(layout, tmp_path)
@@ -123,7 +124,7 @@ def test_a_checkpoint_moves_into_files_and_out_of_them(tmp_path: Path) -> None:
 
 
 LARGE = partial(
-    TransformerConfig, name="large", vocab_size=2048, layers=6, hidden=256, heads=4, feed_forward=1024, init_std=0.02
+    TransformerConfig, name="large", vocab_size=2048, layers=4, hidden=256, heads=4, feed_forward=1024, init_std=0.02
 )
 
 
@@ -171,7 +172,7 @@ STATES = {"optimizer in a file": 2, "parameters in a file": 1, "both in files": 
 """What goes into files, in multiples of the bytes of the parameters; without offload all three are in memory."""
 
 
-@pytest.mark.parametrize("place", STATES)
+@pytest.mark.parametrize("place", draw(STATES, ["both in files"]))
 def test_what_is_in_files_is_in_no_anonymous_memory(place: str, tmp_path: Path) -> None:
     where = (f"parallel.offload.dir={tmp_path}", "train.global_batch=8", "model=llama_tiny")
     config = compose(("parallel=fsdp", *PLACES[place], *where))
@@ -190,7 +191,7 @@ def test_without_offload_all_of_it_is_in_anonymous_memory() -> None:
 
 
 def _updated(world: World, apart: bool, folder: Path | None) -> list[Held]:
-    """Three updates by a PlacedOptimizer of small parts; apart: on another device, as torch sees it."""
+    """Two updates by a PlacedOptimizer of small parts; apart: on another device, as torch sees it."""
     config = LAYOUTS["zero3-3"].config()
     files = FileMemory(str(folder)) if folder else None
 
@@ -199,15 +200,16 @@ def _updated(world: World, apart: bool, folder: Path | None) -> list[Held]:
         return OffloadedOptimizer(make_optimizer(split, config.optim), device, files, files is not None, part_mib=1e-3)
 
     engine = build(model("untied"), place, config, world)
-    return engine_steps(engine, world, config, "untied", "one", (0, 1, 2)).state
+    return engine_steps(engine, world, config, "untied", "one", (0, 1)).state
 
 
 def test_parameters_that_live_elsewhere_get_the_same_update(tmp_path: Path) -> None:
-    parallel = LAYOUTS["zero3-3"].config().parallel
-    wanted = run_ranks(_updated, 3, False, None, parallel=parallel)
-    for folder in (None, tmp_path):
-        for mine, theirs in zip(run_ranks(_updated, 3, True, folder, parallel=parallel), wanted, strict=True):
-            assert_same_bits(mine, theirs)
+    def update_in_each_place(world: World) -> tuple[list[Held], list[list[Held]]]:
+        return _updated(world, False, None), [_updated(world, True, folder) for folder in (None, tmp_path)]
+
+    for wanted, others in run_ranks(update_in_each_place, 3, parallel=LAYOUTS["zero3-3"].config().parallel):
+        for found in others:
+            assert_same_bits(found, wanted)
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drawn import runs_long_tests
+from drawn import draw, runs_long_tests
 from outcome import Outcome, assert_close, engine_steps, reference, whole
 from plain_setup import ACCUMULATIONS, KINDS, LAYOUTS, engine_of, model
 
@@ -19,7 +19,7 @@ from hpc_train.testing import run_ranks
 TOLERANCE = 1e-10
 OPTIM = ("optim.max_norm=0.05", "optim.eps=1e-6")
 """Always clipping; eps keeps AdamW from blowing up the rounding of gradients that are zero by symmetry (key biases)."""
-STEPS = (0, 1, 2)
+STEPS = (0, 1)
 CASES = [*product(("untied", "tied", "gpt2"), ACCUMULATIONS), *product(("half_frozen", "bare"), ("short_last",))]
 
 Case = tuple[str, str]
@@ -32,7 +32,11 @@ def _draw_cases(layout: str) -> list[Case]:
     return [*taken, ("half_frozen", "short_last"), ("bare", "short_last")]
 
 
-DRAWN = {layout: _draw_cases(layout) for layout in LAYOUTS}
+DRAWN_LAYOUTS = [
+    name for name in LAYOUTS if name not in ("ddp-4", "zero3-4", "zero3-3-kept", "hsdp-2x2", "hsdp-2x2-kept")
+]
+"""Uneven shards of three ranks among them; test_matrix.py has copies of shards."""
+DRAWN = {layout: _draw_cases(layout) if layout in DRAWN_LAYOUTS else [] for layout in LAYOUTS}
 
 
 def _train_cases(world: World, config: RunConfig, cases: list[Case]) -> dict[Case, Outcome]:
@@ -82,7 +86,7 @@ def test_the_steps_that_are_compared_are_clipped(kind: str) -> None:
     assert min(_truth(kind).norms) > 2 * 0.05
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", draw(LAYOUTS, DRAWN_LAYOUTS))
 def test_a_frozen_parameter_and_a_buffer_stay_as_they_were(layout: str, request: pytest.FixtureRequest) -> None:
     trained = _train(layout, runs_long_tests(request.session))
     ranks, start = [outcomes["bare", "short_last"] for outcomes in trained], model("bare").double().state_dict()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from drawn import draw
 from outcome import Outcome, assert_close, engine_steps, reference, whole
 from plain_setup import LAYOUTS, engine_of
 
@@ -21,7 +22,7 @@ def _one_step(world: World, config: RunConfig) -> tuple[Outcome, set[str]]:
     return outcome, {str(piece.dtype) for piece in engine.shards()}
 
 
-@pytest.mark.parametrize("name", ["ddp-2", "zero3-2", "hsdp-2x2"])
+@pytest.mark.parametrize("name", draw(["ddp-2", "zero3-2", "hsdp-2x2"], ["ddp-2", "zero3-2"]))
 @pytest.mark.parametrize(("precision", "loss", "gradient"), [("fp32", 1e-6, 1e-5), ("bf16", RELATIVE, 16 * RELATIVE)])
 def test_low_precision_stays_within_its_rounding(name: str, precision: str, loss: float, gradient: float) -> None:
     """Tolerances: one rounding for the mean loss; for gradients those of a dozen operations in a row."""

@@ -36,7 +36,7 @@ from hpc_train.training.optimizer import make_optimizer, require_determinism, se
 
 MODE = "parallel.recompute.mode="
 OPTIM = ("optim.max_norm=0.05", "optim.eps=1e-6")
-STEPS = (0, 1, 2)
+STEPS = (0, 1)
 MODES = {
     "full": (f"{MODE}full",),
     "every second": (f"{MODE}full", "parallel.recompute.every=2"),
@@ -52,7 +52,7 @@ def _every_mode(world: World, configs: dict[str, RunConfig]) -> dict[str, Outcom
     }
 
 
-@pytest.mark.parametrize("layout", draw(("ddp-2", "zero3-2", "zero3-3-kept", "hsdp-2x2"), ("ddp-2", "zero3-3-kept")))
+@pytest.mark.parametrize("layout", draw(("ddp-2", "zero3-2", "zero3-3-kept", "hsdp-2x2"), ("ddp-2", "zero3-2")))
 def test_recomputation_gives_the_numbers_of_one_process(layout: str) -> None:
     configs = {mode: LAYOUTS[layout].config(*OPTIM, *more) for mode, more in MODES.items()}
     ranks = run_ranks(_every_mode, LAYOUTS[layout].ranks, configs, parallel=configs["full"].parallel)

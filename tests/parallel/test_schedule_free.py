@@ -25,7 +25,8 @@ LAST = len(STEPS)
 CASES = {
     "ddp": Case(2, ("parallel=ddp", *FREE)),
     "zero1-tp-2": Case(4, ("parallel.strategy=zero1", "parallel.tp=2", *FREE)),
-    "zero3": Case(4, ("parallel=fsdp", *FREE), micro=2),
+    "zero3": Case(2, ("parallel=fsdp", *FREE), micro=5),
+    "zero3-4": Case(4, ("parallel=fsdp", *FREE), micro=2),
     "pp-2-zero2-tied": Case(4, ("parallel.strategy=zero2", "parallel.pp=2", *FREE), "tied"),
 }
 
@@ -59,7 +60,7 @@ def _compute_loss(module: nn.Module, kind: str, step: int) -> torch.Tensor:
 
 
 def _train(world: World, case: Case, folder: Path) -> float:
-    """Three steps, an evaluation, a save, a fourth step, and the loss; resumed to the bit without the evaluation."""
+    """Two steps, an evaluation, a save, a third step, and the loss; resumed to the bit without the evaluation."""
     engine = fresh(case, world)
     steps(engine, case, world, STEPS)
     save_step(folder, LAST, engine.shards(), {}, world).wait()

@@ -42,7 +42,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("how", ["one", "sharded", "replicated", "hybrid"])
 def test_synchronous_servers_give_the_numbers_of_an_all_reduce(seen: dict[str, Any], how: str) -> None:
-    """Loss, norm, parameters and optimizer state after three clipped steps with accumulation, float64."""
+    """Loss, norm, parameters and optimizer state after two clipped steps with accumulation, float64."""
     assert seen["synchronous"][how] <= 1e-13
 
 

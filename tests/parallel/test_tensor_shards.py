@@ -48,7 +48,7 @@ def _holders(ranks: list[list[Held]], name: str) -> dict[tuple[Shape, Shape], li
     return found
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(name=st.sampled_from(SEVERAL), shapes=SHAPES)
 def test_the_rectangles_that_are_written_tile_every_tensor_once(name: str, shapes: list[Shape]) -> None:
     config = LAYOUTS[name].config()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drawn import draw
 from outcome import Outcome, assert_close, engine_steps, reference, whole
 from plain_setup import Layout, engine_of
 from recorder import GATHER, REDUCE, SCATTER, Call, Recorder
@@ -31,7 +32,7 @@ from hpc_train.training.optimizer import make_optimizer
 
 TOLERANCE = 1e-10
 OPTIM = ("optim.max_norm=0.05", "optim.eps=1e-6")
-STEPS = (0, 1, 2)
+STEPS = (0, 1)
 HYBRID = ("parallel.dp_replicate=2", "parallel.dp_shard=2")
 SMALL_GROUPS = "parallel.bucket_mib=0.01"
 LAYOUTS = {
@@ -64,7 +65,7 @@ def _truth(kind: str) -> Outcome:
     return reference(kind, LAYOUTS["zero1-2"].config(*OPTIM), STEPS)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", draw(LAYOUTS, [name for name in LAYOUTS if name != "zero2-2x2"]))
 def test_every_stage_gives_the_numbers_of_one_process(name: str) -> None:
     config = LAYOUTS[name].config(*OPTIM)
     cases = _choose_cases(name)
@@ -143,11 +144,41 @@ def _step(world: World, config: RunConfig, micro: int, measure: bool = False) ->
     return recorder.calls
 
 
-def _calls(ranks: int, *overrides: str, micro: int, measure: bool = False) -> list[Call]:
-    config = _config(*overrides)
-    seen = run_ranks(_step, ranks, config, micro, measure, parallel=config.parallel)
-    assert all(calls == seen[0] for calls in seen)
+Request = tuple[tuple[str, ...], int, bool]
+"""Overrides, micro-batches, and whether the first of them is measured."""
+GROUPED = ((), ("parallel.bucket_mib=0.016",))
+TWO_RANKS: list[Request] = [
+    *((("parallel=zero1", *more), micro, False) for more in GROUPED for micro in (1, 3)),
+    *((("parallel=zero2", *more), micro, False) for more in GROUPED for micro in (1, 3)),
+    *((("parallel=fsdp",), micro, False) for micro in (1, 3)),
+    *((("parallel=fsdp", "parallel.reshard_after_forward=false"), micro, False) for micro in (1, 3)),
+    *((("parallel=fsdp", f"parallel.prefetch={ahead}"), 1, False) for ahead in (0, 1, 2)),
+    (("parallel=zero1",), 3, True),
+]
+FOUR_RANKS: list[Request] = [
+    *(((f"parallel={strategy}", *HYBRID), 2, False) for strategy in ("zero1", "zero2", "fsdp")),
+    (("parallel=zero1", *HYBRID), 3, True),
+]
+
+
+def _steps_of_all(world: World, requests: list[Request]) -> dict[Request, list[Call]]:
+    return {
+        (overrides, micro, measure): _step(world, _config(*overrides), micro, measure)
+        for overrides, micro, measure in requests
+    }
+
+
+@cache
+def _start(ranks: int) -> dict[Request, list[Call]]:
+    """What rank 0 sends for each request; one start of the ranks serves them all."""
+    requests = FOUR_RANKS if ranks == 4 else TWO_RANKS
+    seen = run_ranks(_steps_of_all, ranks, requests, parallel=_config(*requests[0][0]).parallel)
+    assert all(rank == seen[0] for rank in seen)
     return seen[0]
+
+
+def _calls(ranks: int, *overrides: str, micro: int, measure: bool = False) -> list[Call]:
+    return _start(ranks)[overrides, micro, measure]
 
 
 def _volume(calls: Iterable[Call], *names: str) -> float:
@@ -156,7 +187,7 @@ def _volume(calls: Iterable[Call], *names: str) -> float:
 
 
 @pytest.mark.parametrize("micro", [1, 3])
-@pytest.mark.parametrize(("more", "groups"), [((), 1), (("parallel.bucket_mib=0.016",), 3)])
+@pytest.mark.parametrize(("more", "groups"), [(GROUPED[0], 1), (GROUPED[1], 3)])
 def test_volume_of_a_step_is_that_of_the_stage(micro: int, more: tuple[str, ...], groups: int) -> None:
     everything, _ = _sizes()
     one = _calls(2, "parallel=zero1", *more, micro=micro)
@@ -227,6 +258,17 @@ def _storages(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
+@cache
+def _memory_of_all(ranks: int) -> list[dict[str, dict[str, Held]]]:
+    """What each rank holds, by strategy."""
+    configs = {strategy: _config(f"parallel={strategy}") for strategy in FORMULAS}
+
+    def measure(world: World) -> dict[str, dict[str, Held]]:
+        return {strategy: _memory(world, config) for strategy, config in configs.items()}
+
+    return run_ranks(measure, ranks, parallel=configs["zero1"].parallel)
+
+
 def _memory(world: World, config: RunConfig) -> dict[str, Held]:
     """Between steps, after the first of two backwards, and after the second."""
     made: list[torch.optim.Optimizer] = []
@@ -263,9 +305,8 @@ FORMULAS = {
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("strategy", FORMULAS)
 def test_memory_of_a_rank_is_that_of_the_paper(strategy: str, ranks: int) -> None:
-    config = _config(f"parallel={strategy}")
     whole_bytes = FLOAT * _sizes()[0]
-    for rank in run_ranks(_memory, ranks, config, parallel=config.parallel):
+    for rank in (held[strategy] for held in _memory_of_all(ranks)):
         formula = FORMULAS[strategy](ranks)
         wanted = Held(*(round(share * whole_bytes) for share in vars(formula).values()))
         assert rank["between micro-batches"] == wanted

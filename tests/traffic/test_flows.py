@@ -116,7 +116,7 @@ LAYOUTS = {
 DRAWN = (
     "ddp", "zero1-groups", "zero2-accumulated", "zero3-gpt2-short-last", "zero3-8-bits", "hsdp",
     "tp-asynchronous-recomputed", "cp-ring-bf16", "cp-ulysses", "pp-gpt2-tied", "pp-interleaved",
-    "pp-zero3-dualpipev", "3d", "ddp-experts", "ep-of-4-zero1-recomputed", "ep-tp",
+    "pp-zero3-dualpipev", "pp-tp-bf16-short-last", "ddp-experts", "ep-of-4-zero1-recomputed",
     "latent-tp-recomputed", "cp-ring-windows",
 )  # fmt: skip
 """One or two of each kind."""
