@@ -39,7 +39,7 @@ def train(world: World, directory: Path, first: int, last: int, fail: bool = Fal
                 with recorder.phase("save"):
                     beats = [(beat.task, beat.phase, beat.step) for beat in read_beats(_newest_logs(directory))]
         with (
-            pytest.raises(UserError, match="no phase 'sleep'; there are load, evaluate, save"),
+            pytest.raises(UserError, match="no phase 'sleep'; there are evaluate, load, save"),
             recorder.phase("sleep"),
         ):
             pass
