@@ -61,6 +61,6 @@ class TestLocalLauncherWithApplications(IntegrationTestSuite):
 
 @WITH_APPLICATIONS
 class TestLocalLauncherWithFewApplications(IntegrationTestSuite):
-    """Two of these tests, test_get_orig_dir_multirun and test_to_absolute_path_multirun."""
+    """Those without test_custom_sweeper_run_workdir, whose folders the tests of points look at, too."""
 
-    test_custom_task_name = test_custom_sweeper_run_workdir = None
+    test_custom_sweeper_run_workdir = None
