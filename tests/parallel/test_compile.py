@@ -69,10 +69,11 @@ def test_compiled_blocks_give_the_numbers_of_one_process(
     layout: str, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no worker processes under a rank
-    # Without it three files are compiled first, to see whether the compiler knows what /proc/cpuinfo says of vectors.
-    monkeypatch.setattr(inductor_config.cpp, "vec_isa_ok", True)
     config = LAYOUTS[layout].config(COMPILE, *OPTIM, *more)
-    ranks = run_ranks(_steps, LAYOUTS[layout].ranks, config, parallel=config.parallel, timeout=400)
+    # Without it three files are compiled first, to see whether the compiler knows what /proc/cpuinfo says of vectors.
+    # Not by monkeypatch, which would leave the setting unreadable.
+    with inductor_config.patch({"cpp.vec_isa_ok": True}):
+        ranks = run_ranks(_steps, LAYOUTS[layout].ranks, config, parallel=config.parallel, timeout=400)
     truth = reference("untied", LAYOUTS["ddp-1"].config(*OPTIM), STEPS)
     for outcome, graphs, breaks in ranks:
         np.testing.assert_allclose(outcome.losses, truth.losses, rtol=1e-10)
