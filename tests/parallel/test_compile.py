@@ -6,6 +6,7 @@ Takes minutes on a busy machine: a C++ compiler runs for each graph of the two c
 from __future__ import annotations
 
 import logging
+import re
 from functools import cache, partial
 from typing import Any
 
@@ -165,9 +166,11 @@ def test_recomputed_blocks_of_split_tensors_are_one_graph(name: str) -> None:
 
 
 def _rows() -> list[Any]:
-    """The techniques of our own models that run here: those of GPUs and of ranks that MPI starts change no block."""
+    """The techniques of our own models that run here: those of GPUs and of ranks that MPI starts change no block, and
+    these models are too narrow for moments in 8 bits.
+    """
     rows = [row for row in SUPPORT_TABLE if "MPI" not in row.needs and "GPUs;" not in row.needs and row.option != SYNC]
-    rows = [row for row in rows if not row.option.startswith("model=hf ")]
+    rows = [row for row in rows if not row.option.startswith("model=hf ") and row.option != "optim.state=8bit"]
     large = {
         row.option for row in rows if compute_smallest_world(Case(2, tuple(row.option.split())).config().parallel) > 2
     }
@@ -203,7 +206,7 @@ def test_every_technique_of_the_table_compiles_to_one_graph_a_block(row: Techniq
         with pytest.raises(UserError, match=r"parallel\.compile=true"):
             check_support(Case(ranks, (*case.overrides, COMPILE), case.kind).config(), ranks)
         return
-    more = ("precision=fp32",) if "not precision=fp64" in row.needs else ()
+    more = ("precision=fp32",) if re.search("(no|not) precision=fp64", row.needs) else ()
     chosen = Case(ranks, (*case.overrides, *more), micro=2 if config.parallel.pp > 1 else 4)
     outcomes = _compile(chosen, most=4)  # the model has four blocks
     if row.numbers == EXACT:
