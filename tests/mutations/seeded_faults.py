@@ -84,7 +84,7 @@ FAULTS = (
         "checkpoint/storage/retention.py",
         "sorted(scores)[:count]",
         "sorted(scores)[-count:]",
-        ("checkpoint/test_retention.py",),
+        ("checkpoint/test_retention_rules.py",),
     ),
     Fault(
         "the checksum of a manifest is not compared",
