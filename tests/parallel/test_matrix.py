@@ -155,7 +155,7 @@ CASES: dict[str, Case] = {
     "zero-bubble-full-tp": Case(
         4, _pp("interleaved_zero_bubble", "parallel.recompute.mode=full", "parallel.tp=2"), "deep"
     ),
-    "tp-2-olmo-chunks": Case(2, ("parallel.tp=2", "train.loss_chunk=5"), "olmo"),
+    "zero3-2-olmo-chunks": Case(2, ("parallel=fsdp", "train.loss_chunk=5"), "olmo"),
     "pp-2-cp-2-olmo": Case(4, _pp("1f1b", "parallel.cp=2"), "olmo"),
     "cp-4-windows-unbalanced": Case(4, ("parallel.cp=4", "parallel.context.balanced=false"), "windows"),
     "cp-2-capped": Case(2, ("parallel.cp=2",), "capped"),

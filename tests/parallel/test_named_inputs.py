@@ -73,7 +73,6 @@ TECHNIQUES = {
     "recomputed": Layout(2, ("parallel=fsdp", "parallel.recompute.mode=full")),
     "static": Layout(2, ("parallel=ddp", "parallel.static_graph=true")),
     "unused": Layout(2, ("parallel=ddp", "parallel.unused_parameters=true")),
-    "offloaded": Layout(2, ("parallel=fsdp", "parallel.recompute.mode=full", "parallel.recompute.offload=true")),
 }
 DRAWN = {
     "Logits-ddp-2",

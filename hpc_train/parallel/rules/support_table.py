@@ -177,7 +177,7 @@ _MODELS = (
         name="OLMo 2 and 3: norms of results only, queries and keys normalised over all heads",
         option="model.pre_norms=false model.post_norms=true model.query_key_norm=full",
         done_by="our own layers",
-        needs="not latent attention",
+        needs="no tp, not latent attention",
         proof="tests/parallel/test_matrix.py",
     ),
     Technique(
