@@ -79,7 +79,8 @@ CASES: dict[str, tuple[str, Case]] = {
     "adafactor-cp-2": ("adafactor", Case(2, ("parallel=ddp", "parallel.cp=2"))),
     "adafactor-zero1": ("adafactor", Case(2, ("parallel.strategy=zero1",))),
     "adafactor-zero3-4-uneven": ("adafactor", Case(4, ("parallel=fsdp",), "grouped", micro=2)),
-    "adafactor-hsdp-tp-2": ("adafactor", Case(8, (*HSDP, "parallel.tp=2"), "gpt2", micro=2)),
+    # Not gpt2, whose key biases have gradients of nothing but rounding, which Adafactor scales up to steps.
+    "adafactor-hsdp-tp-2": ("adafactor", Case(8, (*HSDP, "parallel.tp=2"), "tied", micro=2)),
     "adafactor-tp-2-zero3-2": ("adafactor", Case(4, ("parallel=fsdp", "parallel.tp=2"), "tied", micro=5)),
     "adafactor-pp-2": ("adafactor", Case(2, ("parallel=ddp", "parallel.pp=2"), "tied")),
     "adafactor-ep-2-tp-2": (
