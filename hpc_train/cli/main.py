@@ -29,7 +29,7 @@ EXIT_BROKEN_PIPE = 141
 _STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 """Errors of a full, failing or read-only file system, for which one line says more than a traceback."""
 _NO_HOME = "Could not determine home directory."
-"""What Path.expanduser raises for ~NAME without such a user."""
+"""Path.expanduser raises a RuntimeError with this text for ~NAME if there is no such user."""
 COMMANDS = {
     "new": ("new", "write a small project with a model, data, settings and a test"),
     "train": ("train_arguments:add_train", "train on this machine, or as a rank inside srun, torchrun or mpirun"),

@@ -110,7 +110,7 @@ class Constants:
     products_pytorch: float = _declare_fitted(1.0, 0.7, 1.1, PYTORCH)
     """Speed of matrix products on Hopper over that of Megatron's."""
     products_blackwell: float = _declare_fitted(1.0, 0.6, 1.1, PYTORCH)
-    """The same on Blackwell."""
+    """Speed of matrix products on Blackwell over that of Megatron's."""
     launch_dtensor: float = _declare_fitted(1e-4, 1.2e-5, 6e-4, PYTORCH)
     """Host seconds to launch one kernel of a DTensor without torch.compile: its dispatch finds the layout of each
     result."""

@@ -17,7 +17,7 @@ REAL_POPEN = subprocess.Popen
 
 
 class ForkedProgram:
-    """What Popen returns for `python -m MODULE WORDS`, as far as the benchmarks use it."""
+    """A forked process with the part of Popen's interface that the benchmarks use for `python -m MODULE WORDS`."""
 
     def __init__(
         self,

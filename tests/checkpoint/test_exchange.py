@@ -89,7 +89,7 @@ CUTS = {"rows": 0, "columns": 1, "copies": None}
 
 @pytest.mark.parametrize("loaders", [1, 2, 4])
 def test_all_ranks_together_read_the_checkpoint_once(saved: dict[int, Path], loaders: int) -> None:
-    """What one rank and what three ranks saved, by rows, by columns, and whole on every rank."""
+    """Checkpoints of one rank and of three ranks, saved by rows, by columns, and whole on every rank."""
 
     def read_all(world: World) -> list[tuple[bool, int]]:
         return [read_by(world, directory, dim) for directory in saved.values() for dim in CUTS.values()]

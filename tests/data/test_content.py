@@ -109,6 +109,8 @@ BAD: list[tuple[str, Callable[[Path], object], str]] = [
     ("a.json", written(b" [ ]\n"), "is an empty JSON array: leave it out"),
     ("a.json", written(b'[{"text": "a"},\n {"text": "b'), "a.json:2: not JSON (Unterminated string"),
     ("a.json", written(b'[{"text": "a"},\n {"text": "b"}'), "a.json:2: the file ends within the array"),
+    ("a.json", written(b'[{"text": "a"},\n {"text": '), "a.json:2: the file ends within an object"),
+    ("a.json", written(b'[{"text": "a"},\n {"text": "b",}]'), "a.json:2: not JSON"),
     ("a.json", written(b'[{"text": "a"}\n {"text": "b"}]'), "a.json:2: expected ']'; expected one JSON array"),
     ("a.json", written(b'[{"text": "a"},\n 7]'), "a.json:2: expected an object"),
     ("a.json", written(b'[{"text": "a"}]\n[]'), "a.json:2: more text after the end of the array"),

@@ -37,7 +37,7 @@ class TestLocalLauncher(LauncherTestSuite):
 @pytest.mark.usefixtures("hydras_own")
 @LAUNCHER
 class TestLocalLauncherWithFewSweeps(LauncherTestSuite):
-    """Those rules without three that `make test` has on Slurm."""
+    """Hydra's rules for any launcher, without three sweeps that `make test` runs on Slurm."""
 
     test_sweep_2_optimizers = test_sweep_over_unspecified_mandatory_default = test_sweep_and_override = None
 
@@ -61,6 +61,6 @@ class TestLocalLauncherWithApplications(IntegrationTestSuite):
 
 @WITH_APPLICATIONS
 class TestLocalLauncherWithFewApplications(IntegrationTestSuite):
-    """Those without test_custom_sweeper_run_workdir, whose folders the tests of points look at, too."""
+    """Applications, without test_custom_sweeper_run_workdir: tests of points look at these folders, too."""
 
     test_custom_sweeper_run_workdir = None

@@ -64,12 +64,12 @@ def _two_steps(world: World, case: Case) -> Outcome:
 
 
 def gradient_error(ranks: list[Outcome]) -> float:
-    """Of the first step, all parameters together, relative."""
+    """Relative error of the gradients of the first step, of all parameters together."""
     return _distance(_gradients(ranks), _gradients([_truth()]))
 
 
 def update_error(ranks: list[Outcome]) -> float:
-    """Of what two steps have added to the parameters, relative."""
+    """Largest relative error of what two steps have added to the parameters."""
     return _distance(_update(ranks), _update([_truth()]))
 
 

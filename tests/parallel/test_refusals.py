@@ -79,7 +79,12 @@ REFUSED: list[tuple[int, tuple[str, ...], str]] = [
     (8, (*EXPERTS, *ZERO, "parallel.ep=8", "model.experts.count=4"), "=8: does not divide model.experts.count=4; ep c"),
     (2, (*EXPERTS, "model.experts.top_k=9"), "model.experts.top_k=9: a token cannot use more than model.experts.coun"),
     (2, (*EXPERTS, "parallel.tp=2", "model.experts.feed_forward=7"), "tp=2: does not divide the width 7 of an expert;"),
-    (2, (*EXPERTS, "parallel.tp=2", "model.query_key_norm=full"), "model.query_key_norm=full is a norm over all heads"),
+    (
+        2,
+        (*EXPERTS, "parallel.tp=2", "model.query_key_norm=full"),
+        "over all heads, which tp splits; use parallel.ep,",
+    ),
+    (2, ("parallel.tp=2", "model.query_key_norm=full"), "over all heads, which tp splits; use parallel.dp_shard,"),
     (
         2,
         (*EXPERTS, "parallel=pp", "parallel.pipeline.schedule=zbv"),

@@ -170,7 +170,7 @@ def _steps_of_all(world: World, requests: list[Request]) -> dict[Request, list[C
 
 @cache
 def _start(ranks: int) -> dict[Request, list[Call]]:
-    """What rank 0 sends for each request; one start of the ranks serves them all."""
+    """Map each request to what rank 0 sends for it. One start of the ranks serves all requests."""
     requests = FOUR_RANKS if ranks == 4 else TWO_RANKS
     seen = run_ranks(_steps_of_all, ranks, requests, parallel=_config(*requests[0][0]).parallel)
     assert all(rank == seen[0] for rank in seen)
@@ -260,7 +260,7 @@ def _storages(tensors: Iterable[Tensor]) -> int:
 
 @cache
 def _memory_of_all(ranks: int) -> list[dict[str, dict[str, Held]]]:
-    """What each rank holds, by strategy."""
+    """Map each strategy to what its ranks hold."""
     configs = {strategy: _config(f"parallel={strategy}") for strategy in FORMULAS}
 
     def measure(world: World) -> dict[str, dict[str, Held]]:

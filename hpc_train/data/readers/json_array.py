@@ -131,6 +131,8 @@ class _ArrayParser:
             except json.JSONDecodeError as error:
                 # Where the text that was read ends within the object, the error is at its end, or in its last string.
                 cut = error.pos > len(self._text) - _LONGEST_TOKEN or error.msg.startswith("Unterminated string")
+                if self._ended and error.pos >= len(self._text.rstrip()):
+                    raise self._refuse("the file ends within an object", error.pos) from error
                 if self._ended or not cut:
                     raise self._refuse(f"not JSON ({error.msg})", error.pos) from error
                 if len(self._text) - self._at > MAX_RECORD_BYTES:

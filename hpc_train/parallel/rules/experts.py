@@ -19,7 +19,7 @@ def check_expert_rules(config: RunConfig, degrees: Degrees) -> None:
         if degrees.tp > 1 and model.query_key_norm == "full":
             raise UserError(
                 f"parallel.tp={degrees.tp}: model.query_key_norm=full is a norm over all heads, which tp splits; use "
-                "parallel.ep, dp_shard, cp or pp"
+                f"parallel.{'ep, ' if has_experts else ''}dp_shard, cp or pp"
             )
     if ep > 1:
         _check_degree(config, degrees)
