@@ -48,10 +48,14 @@ LINES = ["asks for 1 of 2 spare nodes: Slurm has no others"]
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder with Slurm's clients, of which only sbatch and squeue say anything."""
+    """The folder with Slurm's clients, of which only sbatch and squeue say anything.
+
+    The others are there as well: where Slurm is installed, its own would answer about a job 7 of its own.
+    """
     folder = tmp_path / "bin"
     folder.mkdir()
     programs = {"sbatch": SBATCH.format(folder=folder), "squeue": "#!/bin/sh\necho '7|7|FAILED||None'\n"}
+    programs |= dict.fromkeys(("scontrol", "sacct"), "#!/bin/sh\nexit 1\n")
     for name, text in programs.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o700)

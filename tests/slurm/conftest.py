@@ -25,21 +25,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def slurm_cluster() -> Iterator[SlurmCluster]:
-    """The dev cluster: 4 nodes, 2 leaf switches, accounting; one that is up already is used and left up."""
+def first_cluster() -> Iterator[Path]:
+    """slurm.conf of the dev cluster: 4 nodes, 2 leaf switches, accounting; one that is up is used and left up."""
     demand_root_on_debian()
     was_down = dev_cluster("status").returncode == DOWN
     started = dev_cluster("up", *SHAPE)
     if started.returncode:
         pytest.fail(started.stderr, pytrace=False)
     try:
-        with pytest.MonkeyPatch.context() as patch:
-            conf = slurm_conf()
-            patch.setenv("SLURM_CONF", str(conf))
-            yield SlurmCluster(conf)
+        yield slurm_conf()
     finally:
         if was_down:
             dev_cluster("down")
+
+
+@pytest.fixture(scope="module")
+def slurm_cluster(first_cluster: Path) -> Iterator[SlurmCluster]:
+    """The dev cluster, which the clients find as long as the tests of one file run.
+
+    Tests elsewhere that put a program in the place of squeue would otherwise have the real scontrol answer about a job
+    of the same number.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", str(first_cluster))
+        yield SlurmCluster(first_cluster)
 
 
 @pytest.fixture(scope="session")

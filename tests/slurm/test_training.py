@@ -39,7 +39,7 @@ HOLDS = "0:train:2:listen"
 FAULTY = Path(__file__).parents[1] / "launch"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small token store on the file system that all nodes share."""
     path = tmp_path_factory.mktemp("store") / "text.h5"
@@ -48,13 +48,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def tiny(store: Path) -> list[str]:
     """A run of steps so short that it is the job around them which is tested."""
     return [*TINY, f"data.path={store}", "train.steps=300", "checkpoint.every=100", "train.eval_every=50"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def reference(slurm_cluster: SlurmCluster, tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run that nobody interrupts."""
     run = tmp_path_factory.mktemp("reference") / "run"
