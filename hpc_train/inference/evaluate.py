@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hpc_train.checkpoint.convert.averaged_weights import AveragedTensors, choose_weights
 from hpc_train.checkpoint.convert.model_config import load_model_config, load_run_config
 from hpc_train.checkpoint.convert.quantized_base import check_base
-from hpc_train.checkpoint.convert.tensor_sources import SavedStepTensors
+from hpc_train.checkpoint.convert.tensor_sources import SavedStepTensors, read_cast
 from hpc_train.checkpoint.storage.step_directory import select_weights
 from hpc_train.checkpoint.storage.step_selection import OpenStep, open_one_step
 from hpc_train.config.compose import compose
@@ -314,7 +314,7 @@ def _load_step(step: OpenStep, engine: Engine, config: RunConfig, weights: str |
     """Load the weights of a step; returns whether they are the average."""
     with SavedStepTensors(step.path, step.manifest, step.where) as opened:
         source = choose_weights(opened, weights, config.optim.ema, step.where)
-        source.fill(list(select_weights(engine.shards())))
+        read_cast(source, list(select_weights(engine.shards())))
     return isinstance(source, AveragedTensors)
 
 

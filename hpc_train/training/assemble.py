@@ -51,6 +51,8 @@ def assemble_run(
     resumed, lines = _resume(run, attempt)
     if config.adapter.base == "nf4":
         run.saves.base_digest = _USER_ERRORS.run_on_rank_0(world, partial(_check_base, config, resumed))
+    elif resumed is not None and (changed := _find_changed_base(run, resumed)) is not None:
+        lines.append(changed)
     loaded = _load_starting_adapter(run, resumed)
     lines = [loaded, *lines] if loaded is not None else lines
     if resumed is None and (random_base := find_random_base_problem(config)) is not None:
@@ -160,6 +162,21 @@ def _check_base(config: RunConfig, resumed: ResumedStep | None) -> str:
     if resumed is not None:
         check_base(config.model, resumed.extra, f"step {resumed.step} in {resumed.directory}")
     return digest_base(config.model)
+
+
+def _find_changed_base(run: TrainingRun, resumed: ResumedStep) -> str | None:
+    """Return a line if model.path has other weights than those that the adapters of a checkpoint were trained on.
+
+    Rank 0 compares its own parts; None on the other ranks.
+    """
+    model = run.config.model
+    if run.config.adapter.kind == "none" or not isinstance(model, HfModelConfig) or resumed.lacks_adapters:
+        return None
+    from hpc_train.checkpoint.convert.adapted_base import describe_change, find_changed_weight
+
+    shards = list(run.engine.shards())
+    changed = _USER_ERRORS.run_on_rank_0(run.world, lambda: find_changed_weight(shards, model))
+    return changed and f"warning: {describe_change(model, changed)}; the run goes on with those of its checkpoint"
 
 
 def _check_position(consumed: int, run: TrainingRun) -> None:

@@ -132,7 +132,9 @@ def test_the_numbers_are_those_that_the_run_wrote(
     assert other["loss"] == pytest.approx(whole["loss"], rel=1e-12)
     assert (other["accuracy"], other["targets"]) == (whole["accuracy"], whole["targets"])
     assert whole["targets"] == whole["sequences"] * 32 > 768
-
+    single = evaluate(capsys, run_dir, "--precision", "fp32")["loss"]  # saved in float64
+    assert single == pytest.approx(whole["loss"], rel=1e-5)
+    assert single != whole["loss"]
     if kind == "own":
         check_choice_of_weights(run_dir, whole["loss"], capsys)
 

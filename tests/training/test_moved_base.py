@@ -16,12 +16,16 @@ from hpc_train.launch.job_spec import make_spec
 from hpc_train.training.run_directory import check_same_config, locate_run_directory, prepare_run_directory
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
+def draw_base(folder: Path) -> None:
     config = transformers.LlamaConfig(
         vocab_size=256, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4
     )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    draw_base(tmp_path / "base")
     return tmp_path / "base"
 
 
@@ -56,8 +60,19 @@ def test_commands_find_a_model_that_has_moved(
     again = ["train", "train.steps=3", *words[:-1], f"run_dir={run}"]
     assert main([*again, "model.path=base"]) == 2
     assert "of a run whose folder has moved, where it is now" in capsys.readouterr().err
+    export = ["checkpoint", "export", str(run), "--adapter", "--base", "new"]
+    assert main([*export, "fits"]) == 0
+    assert capsys.readouterr().err == ""
+    shutil.rmtree(new)
+    draw_base(new)
+    assert main([*export, "misfits"]) == 0
+    assert f"adapters were trained on other weights than those now in model.path={new} (" in capsys.readouterr().err
     assert main([*again, "model.path=new"]) == 0
-    assert "step 3/3" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "step 3/3" in printed.out
+    assert (
+        "warning: its adapters were trained on other weights than those now in model.path" in printed.out + printed.err
+    )
 
 
 def test_a_model_beside_one_that_is_still_there_is_another_run(base: Path, tmp_path: Path) -> None:

@@ -66,6 +66,8 @@ class ExportedStep:
     tensors: int
     bytes: int
     files: list[str]
+    problem: str | None = None
+    """Why adapters do not fit the model that they name as their base."""
 
 
 def export_step(step: OpenStep, folder: Path, options: ExportOptions, progress: Progress) -> ExportedStep:
@@ -93,7 +95,21 @@ def export_step(step: OpenStep, folder: Path, options: ExportOptions, progress: 
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return ExportedStep(folder, len(written), total, files)
+    return ExportedStep(folder, len(written), total, files, _find_base_problem(step, tensors, options))
+
+
+def _find_base_problem(step: OpenStep, tensors: list[SavedTensor], options: ExportOptions) -> str | None:
+    """Return why exported adapters have no base in model.path; a step without its base has been compared with it."""
+    if options.format != "adapter" or needs_base(step.manifest):
+        return None
+    model = _read_config_of_step(options, step).model
+    if not isinstance(model, HfModelConfig):
+        return None
+    from hpc_train.checkpoint.convert.adapted_base import explain_missing_base, read_adapted_weights
+
+    with SavedStepTensors(step.path, step.manifest, step.where) as saved:
+        reason = explain_missing_base(read_adapted_weights(_open_source(saved, step, None, options), tensors), model)
+    return reason and f"{reason}; PEFT needs a base with those weights: --base FOLDER, or export with --merged"
 
 
 def _open_base(step: OpenStep, options: ExportOptions) -> HfModelConfig | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -106,3 +106,20 @@ def read_whole_tensors(source: TensorSource, tensors: Sequence[SavedTensor]) -> 
     shards = [make_blank_shard(tensor, tensor.rectangle) for tensor in tensors]
     source.fill([shard for shard in shards if shard.local.numel()])
     return {shard.name: shard.local for shard in shards}
+
+
+def read_cast(source: TensorSource, shards: Sequence[TensorShard]) -> None:
+    """Read the shards, and cast those that are of another floating-point type than the source has them in."""
+    dtypes = {tensor.name: parse_dtype(tensor.dtype) for tensor in source.tensors}
+    read = [_retype(shard, dtypes.get(shard.name, shard.dtype)) for shard in shards]
+    source.fill(read)
+    for shard, stored in zip(shards, read, strict=True):
+        if stored is not shard:
+            shard.local.copy_(stored.local)
+
+
+def _retype(shard: TensorShard, dtype: torch.dtype) -> TensorShard:
+    """Return the shard, or where only the floating-point type differs, one of this type with memory of its own."""
+    if dtype == shard.dtype or not (dtype.is_floating_point and shard.dtype.is_floating_point):
+        return shard
+    return replace(shard, dtype=dtype, local=torch.empty(shard.local.shape, dtype=dtype))

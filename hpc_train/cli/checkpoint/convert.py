@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +34,8 @@ def export_command(where: str, out: str, options: ExportOptions, json: bool) -> 
     if folder.exists() or folder.is_symlink():
         raise UserError(f"{out}: exists; export into a new folder")
     exported = export_step(step, folder, options, partial(progress_bar, quiet=json))
+    if exported.problem is not None:
+        print(f"warning: {exported.problem}", file=sys.stderr)
     if json:
         facts = {"path": str(folder), "format": options.format}
         print_json({**facts, "tensors": exported.tensors, "files": exported.files})

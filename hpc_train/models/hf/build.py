@@ -11,6 +11,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.hf.adapter import HfModel, adapt_model
 from hpc_train.models.hf.config_file import ConfigFile, find_task, read_config_file
 from hpc_train.models.hf.library import fill_activation_buffers, get_class, make_library_config
+from hpc_train.quiet_imports import without_warnings
 
 _AUTO_CLASSES = {
     "causal_lm": "AutoModelForCausalLM",
@@ -37,7 +38,8 @@ def build_hf_model(config: HfModelConfig, seed: int = 0) -> HfModel:
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
         try:
-            model = kind.from_config(settings, trust_remote_code=False, dtype=torch.float32, **chosen)
+            with without_warnings():  # it imports the model's module only now, and packages for other devices with it
+                model = kind.from_config(settings, trust_remote_code=False, dtype=torch.float32, **chosen)
         except Exception as error:  # the library's own checks of what a config.json says
             raise UserError(f"model.path={config.path}: {_explain(error)} (model.task={task})") from error
     fill_activation_buffers(model)
