@@ -3,8 +3,9 @@
 The search begins with the settings as given. The report's first finding decides what is changed first: the micro-batch
 if operations are too small, the layout if ranks wait for collectives or pipeline stages are idle. A change is kept if
 the step becomes shorter by more than the noise of both measurements and by at least 2 %, and the search continues from
-there. It ends when no change is left, or when the budget is spent. It never touches anything that affects the training
-result: the global batch, the data, the seed, the precision and the optimizer stay.
+there. What lost by far is not tried again with the same micro-batch, and no smaller micro-batch after one that was too
+small. The search ends when no change is left, or when the budget is spent. It never touches anything that affects the
+training result: the global batch, the data, the seed, the precision and the optimizer stay.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from hpc_train.training.records.run_records import LineFile, read_metrics
 
 LEAST_GAIN = 0.02
 """A change is kept only if it also shortens a step by this share."""
+_LOST_BY_FAR = 1.25
+"""Step time, in those of the best, from which a change is not tried again after another option has changed."""
+_MICRO_BATCH = "train.micro_batch"
 _WARM_UP_STEPS = 3
 """First steps of a trial that are not timed."""
 _UNTIMED = (
@@ -86,6 +90,27 @@ class Trial:
         return [f"{key}={value}" for key, value in self.settings.items()]
 
 
+@dataclass(frozen=True)
+class _Loss:
+    """A change that was not kept."""
+
+    change: Change
+    best: Trial
+    """The best trial at that time, from which it was made."""
+    trial: Trial
+
+    def rules_out(self, change: Change, best: Trial) -> bool:
+        """Whether a change of the best trial so far need not be tried, as this one lost."""
+        size, smaller = dict(self.change).get(_MICRO_BATCH), dict(change).get(_MICRO_BATCH)
+        if size and smaller:
+            # Step time has one minimum over the micro-batch: if less was slower, even less is slower still.
+            lost = self.trial.seconds > self.best.seconds and best.settings == self.best.settings
+            return lost and int(smaller) < int(size) < int(best.settings.get(_MICRO_BATCH, size))
+        # What a layout costs depends on the micro-batch, and hardly on other options.
+        same = change == self.change and best.settings.get(_MICRO_BATCH) == self.best.settings.get(_MICRO_BATCH)
+        return same and self.trial.seconds > _LOST_BY_FAR * self.best.seconds
+
+
 @dataclass
 class Tuning:
     """A search and what it has tried."""
@@ -99,6 +124,7 @@ class Tuning:
     """Budget: wall time times ranks, in minutes, of all trials together."""
     ranks: int
     trials: list[Trial] = field(default_factory=list)
+    _losses: list[_Loss] = field(default_factory=list)
 
     @property
     def spent(self) -> float:
@@ -112,18 +138,21 @@ class Tuning:
             raise UserError(f"the settings as given do not run: {best.failure}")
         while (change := self._choose_next_change(best)) is not None:
             trial = self._try({**best.settings, **dict(change)}, best)
+            if not trial.kept:
+                self._losses.append(_Loss(change, best, trial))
             best = trial if trial.kept else best
         return best
 
     def _choose_next_change(self, best: Trial) -> Change | None:
-        """Return the first change that has not been tried from here and fits into the budget."""
+        """Return the first change that may help, has not been tried from here, and fits into the budget."""
         longest = max(trial.minutes for trial in self.trials) * self.ranks
         if self.spent + longest > self.minutes:
             return None
         tried = [dict(trial.settings) for trial in self.trials]
         for change in list_changes(self.base, best, self.ranks):
-            if {**best.settings, **dict(change)} not in tried:
-                return change
+            if {**best.settings, **dict(change)} in tried or any(loss.rules_out(change, best) for loss in self._losses):
+                continue
+            return change
         return None
 
     def _try(self, settings: Mapping[str, str], best: Trial | None) -> Trial:
@@ -159,7 +188,7 @@ def list_changes(base: Sequence[str], best: Trial, ranks: int) -> Iterator[Chang
     batches, layouts = list(_list_micro_batches(config, ranks)), list(_list_layouts(config, ranks))
     options = list(_list_options(config))
     first, second = (layouts, batches) if best.verdict in ("network", "bubble", "straggler") else (batches, layouts)
-    for change in [*first[:1], *second[:1], *first[1:], *second[1:], *options]:
+    for change in [*first[:1], *second[:1], *options, *first[1:], *second[1:]]:
         if (possible := _drop_refused_options([*base, *best.overrides], config, change, ranks)) is not None:
             yield possible
 
@@ -201,7 +230,7 @@ def _list_micro_batches(config: RunConfig, ranks: int) -> Iterator[Change]:
     sizes = [size for size in range(1, share + 1) if share % size == 0 and (size & (size - 1) == 0 or size == share)]
     larger, smaller = [size for size in sizes if size > now], [size for size in sizes if size < now]
     for size in [*reversed(larger), *reversed(smaller)]:
-        yield (("train.micro_batch", str(size)),)
+        yield ((_MICRO_BATCH, str(size)),)
 
 
 def _list_layouts(config: RunConfig, ranks: int) -> Iterator[Change]:
@@ -211,7 +240,8 @@ def _list_layouts(config: RunConfig, ranks: int) -> Iterator[Change]:
         for tp in _list_divisors(ranks // pp):
             data = ranks // pp // tp
             for strategy in ("ddp", "zero1", "zero2", "zero3"):
-                if strategy != "ddp" or pp == tp == 1:
+                # With one copy of the model there is nothing that ZeRO could shard.
+                if strategy == "zero1" if data == 1 else strategy != "ddp" or pp == tp == 1:
                     layouts.append((pp * tp, pp, strategy, data, tp))
     for _, pp, strategy, data, tp in sorted(layouts):
         replicate, shard = (str(data), "1") if strategy == "ddp" else ("1", str(data))
