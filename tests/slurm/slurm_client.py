@@ -17,6 +17,8 @@ SHAPE = ("--nodes", "4", "--cpus-per-node", "8", "--switches", "2")
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL"}
 PAUSE = 0.25
 """Seconds between two looks at Slurm, each of which is a process and a request to its controller."""
+LAST_LINES = 30
+"""Lines of a job's output that are shown if it ends as it should not."""
 
 
 def dev_cluster(*arguments: str, directory: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -114,10 +116,28 @@ class SlurmCluster:
         wanted = {states} if isinstance(states, str) else states
         end = time.monotonic() + timeout
         while (state := self.job_state(job_id)) not in wanted:
-            assert state not in FINAL, f"job {job_id} ended {state}, not {wanted}: {self.job(job_id)}"
+            assert state not in FINAL, self._describe_end(job_id, f"ended {state}, not {wanted}")
             assert time.monotonic() < end, self._describe_wait(job_id, f"is {state} after {timeout:g} s, not {wanted}")
             time.sleep(PAUSE)
         return state
+
+    def start_requeued_job(self, job_id: str) -> None:
+        """Have a requeued job that waits start now, and not only after Slurm's delay (cred_expire).
+
+        slurmd compares times in whole seconds: it refuses a job that comes again in the second in which it was ended
+        ("Job credential revoked"), and Slurm then ends the job with exit code 1.
+        """
+        time.sleep(1.1)
+        self.scontrol("update", f"job={job_id}", "starttime=now")
+
+    def _describe_end(self, job_id: str, what: str) -> str:
+        """Return how a job ended, with the last lines of its output."""
+        job = self.job(job_id)
+        try:
+            output = "\n".join(Path(job["StdOut"]).read_text(errors="replace").splitlines()[-LAST_LINES:])
+        except (OSError, KeyError) as error:
+            output = f"no output: {error}"
+        return f"job {job_id} {what}: {job}\n{output}"
 
     def _describe_wait(self, job_id: str, what: str) -> str:
         """Return why a job waits, in one line, and all nodes with the reasons that Slurm has for their states."""

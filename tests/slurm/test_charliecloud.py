@@ -84,7 +84,7 @@ def test_ranks_in_an_image_stop_go_on_and_compute_the_same(
         slurm_cluster.command("scancel", "--signal=USR2", job)
         slurm_cluster.wait_for_state(job, "PENDING", timeout=120)
         assert (run / f"checkpoints/step-{steps_done(run)}").is_dir()
-        slurm_cluster.command("scontrol", "update", f"job={job}", "starttime=now")
+        slurm_cluster.start_requeued_job(job)
         slurm_cluster.wait_for_state(job, "COMPLETED", timeout=300)
         slurm_cluster.wait_for_state(outside, "COMPLETED", timeout=300)
     finally:

@@ -210,3 +210,20 @@ def test_a_path_too_long_for_slurms_sockets_is_refused(tmp_path: Path) -> None:
     said = dev_cluster("up", directory=tmp_path / ("x" * 80))
     assert said.returncode == 1
     assert said.stderr.endswith("too long a path for Slurm's sockets: set HPC_TRAIN_DEV_CLUSTER to a shorter one\n")
+
+
+def test_the_last_lines_of_a_job_that_ended_as_it_should_not_are_shown(tmp_path: Path) -> None:
+    output = tmp_path / "job.log"
+    output.write_text("".join(f"line {number}\n" for number in range(100)))
+
+    class OneFailedJob(SlurmCluster):
+        def job(self, job_id: str) -> dict[str, str]:
+            return {"JobId": job_id, "JobState": "FAILED", "StdOut": str(output)}
+
+    with pytest.raises(AssertionError, match=r"job 7 ended FAILED, not \{'COMPLETED'\}") as failed:
+        OneFailedJob(tmp_path / "slurm.conf").wait_for_state("7", "COMPLETED")
+    assert "line 99" in str(failed.value)
+    assert "line 9\n" not in str(failed.value)
+    output.unlink()
+    with pytest.raises(AssertionError, match=r"no output: .*No such file"):
+        OneFailedJob(tmp_path / "slurm.conf").wait_for_state("7", "COMPLETED")
