@@ -280,3 +280,21 @@ def test_ranks_that_start_again_do_not_wait_for_the_report_of_the_last_end(tmp_p
     assert run_functions(f"{report} next=restart; report_end; cat {tmp_path}/reports 2>/dev/null; wait") == ""
     assert run_functions(f"{report} next=; report_end; cat {tmp_path}/reports").splitlines() == ["137", "137"]
     assert run_functions(f"{report} code=0 next=; report_end; wc -l <{tmp_path}/reports") == "2"
+
+
+@pytest.mark.parametrize("name", ["TERM", "USR2"])
+def test_a_signal_that_comes_to_the_script_alone_asks_the_ranks_to_stop(tmp_path: Path, name: str) -> None:
+    """As by `scancel --batch`; the script goes on waiting for the ranks, which end when they have saved."""
+    (tmp_path / "ranks").write_text("trap 'exit 75' USR2; touch $0.ready; while sleep 0.05; do :; done")
+    lines = f"""
+    scancel() {{ [ "$*" = "--quiet --signal=USR2 7" ] && kill -USR2 "$ranks"; }}
+    job=7
+    pass_stop_signals_on
+    bash {tmp_path}/ranks &
+    ranks=$!
+    until [ -e {tmp_path}/ranks.ready ]; do sleep 0.01; done
+    (sleep 0.1; kill -{name} $$) &
+    wait_for "$ranks"
+    echo "the ranks ended with $?"
+    """
+    assert run_functions(lines) == "the ranks ended with 75"

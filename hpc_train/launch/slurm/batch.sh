@@ -90,7 +90,7 @@ begin_run() {
   choose_nodes /dev/null
   make_attempt
   trap 'write_result $?' EXIT
-  outlive_stop_signals
+  pass_stop_signals_on
   mark_started
   export_attempt
 }
@@ -192,12 +192,12 @@ run_ranks() {
   set -- "$1" "${step[@]}" "${@:2}"
   doing=""
   [ ! -e "$run/logs/cancel-$job" ] || return "$exit_requeue"
+  "$@" 2>"$logs/srun.err" & # a shell that waits for a command in the foreground runs no trap
+  ranks=$!
   if [ "${#hpc_watch[@]}" -eq 0 ]; then
-    "$@" 2>"$logs/srun.err"
+    wait_for "$ranks"
     return
   fi
-  "$@" 2>"$logs/srun.err" &
-  ranks=$!
   keep_watching "$ranks" >"$logs/watch.log" 2>&1 &
   watcher=$!
   wait_for "$watcher"
@@ -554,7 +554,7 @@ begin_points() {
     open+=("$point") begun+=("$run") attempts+=("$attempt")
   done
   trap 'code=$?; for_each_attempt write_result "$code"' EXIT
-  outlive_stop_signals
+  pass_stop_signals_on
   [ "${#open[@]}" -gt 0 ] || finish_points
 }
 

@@ -31,6 +31,12 @@ outlive_stop_signals() {
   trap : TERM USR2
 }
 
+# pass_stop_signals_on: the same, for a signal that came to the batch script alone, as by `scancel --batch`. To the job
+# steps it is sent as the one that Slurm sends before a time limit; Slurm refuses that for a job that ends already.
+pass_stop_signals_on() {
+  trap 'scancel --quiet --signal=USR2 "$job" >/dev/null 2>&1 &' TERM USR2
+}
+
 # stopped_early CODE: whether a stop signal ended a task before its handler was installed.
 stopped_early() {
   [ "$1" -eq "$stopped_early_usr2" ] || [ "$1" -eq "$stopped_early_term" ]
