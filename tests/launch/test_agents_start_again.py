@@ -147,6 +147,9 @@ def test_a_silent_node_whose_ranks_go_on_has_a_stuck_agent_once(reports: AgentRe
     stay_silent(11.0)
     assert not reports.has_a_stuck_agent("node2"), "the other ranks have not gone on for long enough"
     report("node1", 55)
+    assert not reports.has_a_stuck_agent("node2", needed=False), (
+        "ranks that go on without those of lost nodes tell nothing"
+    )
     assert reports.has_a_stuck_agent("node2")
     reports.expect_new_agent("node2")
     assert reports.nodes["node2"].silent == -agent_reports._AGENT_START_SECONDS

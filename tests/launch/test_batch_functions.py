@@ -16,7 +16,7 @@ from hpc_train.launch.callables.calls import ELEMENT_VARIABLE, SHARED_CALL_VARIA
 from hpc_train.launch.callables.stop_signals import SIGNAL_SECONDS_VARIABLE, requeue_marker_name
 from hpc_train.launch.local.node_sharing import SHARE_VARIABLE
 from hpc_train.launch.rank_entrypoint import ATTEMPT_VARIABLE
-from hpc_train.launch.recovery.failures import SRUN_ERRORS
+from hpc_train.launch.recovery.failures import SRUN_ERRORS, find_first_error
 from hpc_train.launch.slurm.batch_script import shell_functions
 from hpc_train.launch.slurm.request import make_request
 from hpc_train.launch.slurm.sbatch import render_script
@@ -24,6 +24,7 @@ from hpc_train.launch.slurm.supervisor.agent_reports import RANKS
 from hpc_train.launch.state.attempts import ATTEMPT_MARKER, RESULT_MARKER, cancel_marker_path
 from hpc_train.launch.submit import default_to_slurm
 from hpc_train.runtime.rendezvous import RENDEZVOUS_VARIABLE
+from hpc_train.training.records.run_records import LOSS_ALLOWED, REQUEUE_MARKER
 from hpc_train.training.run_directory import RunDirectory
 
 
@@ -275,6 +276,19 @@ def test_spare_nodes_that_are_lost_are_not_why_an_attempt_has_failed(spares: int
     assert run_functions(f'hpc_spares={spares} step_nodes={nodes}; select_step_nodes "n2 n3"; true') == lost
 
 
+def test_a_node_that_slurm_itself_has_taken_is_named_and_not_a_rank_that_it_killed_then(tmp_path: Path) -> None:
+    (tmp_path / SRUN_ERRORS).write_text("srun: error: node1: task 0: Killed\n")
+    lines = f"""
+    find_lost_nodes() {{ echo "node4 node5"; }}; squeue() {{ echo RUNNING None; }}; decide_after_fault() {{ :; }}
+    hpc_report=(true) hpc_restart=(true) hpc_spares=1 step_nodes=node1,node4 job=7 run={tmp_path} logs={tmp_path}
+    settle_attempt 137
+    """
+    run_functions(lines)
+    error = find_first_error(tmp_path)
+    assert error is not None
+    assert (error.host, error.text) == ("node4", "node4: does not answer any more"), "node5 is a spare"
+
+
 def test_ranks_that_start_again_do_not_wait_for_the_report_of_the_last_end(tmp_path: Path) -> None:
     report = f"hpc_report=(bash -c 'sleep 0.3; echo $3 >>{tmp_path}/reports' _) run={tmp_path} attempt=0 code=137"
     assert run_functions(f"{report} next=restart; report_end; cat {tmp_path}/reports 2>/dev/null; wait") == ""
@@ -282,12 +296,21 @@ def test_ranks_that_start_again_do_not_wait_for_the_report_of_the_last_end(tmp_p
     assert run_functions(f"{report} code=0 next=; report_end; wc -l <{tmp_path}/reports") == "2"
 
 
-@pytest.mark.parametrize("name", ["TERM", "USR2"])
-def test_a_signal_that_comes_to_the_script_alone_asks_the_ranks_to_stop(tmp_path: Path, name: str) -> None:
-    """As by `scancel --batch`; the script goes on waiting for the ranks, which end when they have saved."""
-    (tmp_path / "ranks").write_text("trap 'exit 75' USR2; touch $0.ready; while sleep 0.05; do :; done")
+@pytest.mark.parametrize(
+    ("name", "state", "code"), [("TERM", "RUNNING", 75), ("USR2", "RUNNING", 75), ("TERM", "COMPLETING", 3)]
+)
+def test_a_signal_that_comes_to_the_script_alone_asks_the_ranks_to_stop(
+    tmp_path: Path, name: str, state: str, code: int
+) -> None:
+    """As by `scancel --batch`; the script goes on waiting for the ranks, which end when they have saved.
+
+    Where Slurm requeues the job, scancel would signal the ranks of the job that comes back.
+    """
+    ranks = "trap 'exit 75' USR2; touch $0.ready; for _ in {1..20}; do sleep 0.05; done; exit 3"
+    (tmp_path / "ranks").write_text(ranks)
     lines = f"""
-    scancel() {{ [ "$*" = "--quiet --signal=USR2 7" ] && kill -USR2 "$ranks"; }}
+    squeue() {{ echo {state}; }}
+    timeout() {{ [ "$*" = "5 scancel --quiet --signal=USR2 7" ] && kill -USR2 "$ranks"; }}
     job=7
     pass_stop_signals_on
     bash {tmp_path}/ranks &
@@ -297,4 +320,21 @@ def test_a_signal_that_comes_to_the_script_alone_asks_the_ranks_to_stop(tmp_path
     wait_for "$ranks"
     echo "the ranks ended with $?"
     """
-    assert run_functions(lines) == "the ranks ended with 75"
+    assert run_functions(lines) == f"the ranks ended with {code}"
+
+
+@pytest.mark.parametrize(("marker", "code"), [("done", 0), (REQUEUE_MARKER, EXIT_REQUEUE), ("", 137)])
+def test_a_copy_that_was_lost_is_not_how_the_run_ended(tmp_path: Path, marker: str, code: int) -> None:
+    """Ranks that may lose some of them (parallel.sync.lost_after_seconds) are done, have stopped, or have failed."""
+    for name in filter(None, (LOSS_ALLOWED, marker)):
+        (tmp_path / name).touch()
+    (tmp_path / SRUN_ERRORS).write_text("srun: error: node2: task 1: Killed\n")
+    lines = f"""
+    squeue() {{ echo RUNNING None; }}; sinfo() {{ :; }}
+    decide_after_fault() {{ echo "a fault"; }}; continue_after_stop() {{ echo "a stop"; }}
+    hpc_report=(true) hpc_restart=(true) job=7 run={tmp_path} logs={tmp_path}
+    settle_attempt 137
+    echo $code
+    """
+    what = {"done": "", REQUEUE_MARKER: "a stop\n", "": "a fault\n"}[marker]
+    assert run_functions(lines) == f"{what}{int(code)}"

@@ -14,8 +14,9 @@ import pytest
 
 from hpc_train.config.compose import compose
 from hpc_train.config.plain_config import config_to_dict
-from hpc_train.launch.recovery.failures import LOST_NODES
+from hpc_train.launch.recovery.failures import LOST_NODES, SRUN_ERRORS
 from hpc_train.launch.slurm.supervisor import agent_reports, supervise
+from hpc_train.launch.slurm.supervisor.allowed_losses import LEFT_TO_OTHERS, AllowedLosses
 from hpc_train.launch.slurm.supervisor.job_steps import LEFT_SRUN
 from hpc_train.launch.slurm.supervisor.supervise import Supervisor
 from hpc_train.launch.submit import default_to_slurm
@@ -24,7 +25,8 @@ from hpc_train.resilience.agent import Report, encode_report
 from hpc_train.resilience.exclusion import read_doubtful
 from hpc_train.resilience.heartbeat import Phase
 from hpc_train.resilience.incident import HANG, Incident, mark_hang
-from hpc_train.resilience.watch import RankView
+from hpc_train.resilience.watch import GONE, RankView
+from hpc_train.training.records.run_records import LOSS_ALLOWED
 
 NODES = ("node1", "node2", "node3")
 AGENTS = """
@@ -144,6 +146,40 @@ def test_without_acting_a_lost_node_is_only_said(
     (event,) = events(tmp_path)
     assert (event["hosts"], event["action"]) == (["node2"], "left alone: resilience.act=false")
     assert not (tmp_path / "logs" / "0" / LOST_NODES).exists()
+
+
+def test_ranks_that_go_on_without_those_of_a_lost_node_are_left_alone(
+    start: Start, tmp_path: Path, config: dict[str, Any], srun: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank was killed on a node that falls silent then; the other one looks as if it hung for a while."""
+    monkeypatch.setitem(config["parallel"]["sync"], "lost_after_seconds", 60.0)
+    logs = tmp_path / "logs" / "0"
+    (logs / LOSS_ALLOWED).touch()
+    (logs / SRUN_ERRORS).write_text("srun: error: node2: task 1: Killed\n")
+    supervisor = start([report("node1", silent=12.0), report("node2")], NODES[:2])
+    with subprocess.Popen(["sh", "-c", f"sleep 5; kill {srun.pid}"]):
+        supervisor.watch([])
+        assert srun.wait(1) != 0, "it watches as long as there are ranks"
+    (event,) = events(tmp_path)
+    assert (event["hosts"], event["action"]) == (["node2"], LEFT_TO_OTHERS)
+    assert not (logs / LOST_NODES).exists()
+    assert not (logs / HANG).exists()
+    assert set(supervisor._reports.nodes) == {"node1"}
+
+
+@pytest.mark.parametrize("gone", [(0, GONE, Phase.STEP), (0, "R", Phase.STEP)])
+def test_without_the_first_task_or_before_all_train_no_rank_goes_on(
+    tmp_path: Path, gone: tuple[int, str, Phase]
+) -> None:
+    """The first task is gone, or no rank has said yet that some may be lost."""
+    task, state, phase = gone
+    losses = AllowedLosses(tmp_path, 60.0, NODES)
+    if state == GONE:
+        (tmp_path / LOSS_ALLOWED).touch()
+        assert losses.cover([RankView(1, phase, 7, 1.0, 10.0, GONE, "node2")], ["node3"])
+        assert not losses.cover([], ["node1"]), "its node is lost"
+        assert not AllowedLosses(tmp_path, None, NODES).cover([])
+    assert not losses.cover([RankView(task, phase, 7, 1.0, 10.0, state, "node1")])
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@
 #   hpc_fit            command that finds out which nodes a requeue leaves out, and how many it asks for; empty: as before
 #   hpc_nodes, hpc_ranks, hpc_spares   nodes and ranks of the run, and nodes that the job has beside them
 #   hpc_elastic        true: the ranks may start again on fewer nodes
+#   hpc_losses         true: the ranks may go on without some of them
 #   hpc_begin_points   (arrays) command that writes job.json of points
 #   hpc_points_per_job, hpc_ranks_per_node   (arrays whose elements have several points) of the job as a whole
 # shellcheck disable=SC2154
@@ -70,7 +71,7 @@ export_attempt() {
 
 # A node that dies does not end the job.
 outlives_nodes() {
-  [ "${hpc_spares:-0}" -gt 0 ] || [ "${hpc_elastic:-false}" = true ]
+  [ "${hpc_spares:-0}" -gt 0 ] || [ "${hpc_elastic:-false}" = true ] || [ "${hpc_losses:-false}" = true ]
 }
 
 # choose_nodes FILE: where the ranks start; sets `step_nodes`, and `step`, srun's options for that. A job that outlives
@@ -313,20 +314,33 @@ failed_while_stopping() {
     grep -qvE 'Exited with exit code ('"$exit_requeue|$stopped_early_usr2|$stopped_early_term"')$|: (Terminated|User defined)'
 }
 
+# settle_losses: srun's exit code is that of a task without which the others have gone on, to their end or a stop.
+settle_losses() {
+  [ -e "$logs/loss-allowed" ] || return 0
+  [ ! -e "$logs/requeue" ] || code="$exit_requeue"
+  [ ! -e "$logs/done" ] || code=0
+}
+
 # settle_attempt CODE: find out how an attempt ended and write it down; sets `code`, and `requeue` for the job's end.
 settle_attempt() {
-  local lost="" fault=1
+  local lost="" culprits fault=1
   code="$1" requeue=""
+  settle_losses
   # srun returns 0, too, when it gave up waiting for a step that was ended from outside.
   [ "$code" -ne 0 ] || [ -e "$logs/done" ] || { code=1 why="the ranks were ended before they were done"; }
   if [ -e "$logs/requeue" ] || stopped_early "$code"; then
     why="the ranks stopped on purpose" stopped=1
-    failed_while_stopping "$code" || fault=""
+    { [ ! -e "$logs/loss-allowed" ] && failed_while_stopping "$code"; } || fault=""
   fi
   [ "$code" -ne 0 ] || fault=""
   if [ -n "$fault" ]; then
     lost="$(find_lost_nodes)"
-    [ -z "$(select_step_nodes "$lost")" ] || { why="${why:-a node of the job does not answer}" stopped=1; }
+    culprits="$(select_step_nodes "$lost")"
+    if [ -n "$culprits" ]; then
+      why="${why:-a node of the job does not answer}" stopped=1
+      # Also where Slurm has noticed, and ended the ranks: none of them is to blame.
+      { tr ' ' '\n' <<<"$culprits" >"$logs/lost-nodes"; } 2>/dev/null
+    fi
   fi
   [ "$code" -eq 0 ] || state="$(read_job_state)"
   if [ "$code" -ne 0 ] && [ -e "$run/logs/cancel-$job" ]; then

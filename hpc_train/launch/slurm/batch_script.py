@@ -39,6 +39,8 @@ _SUPERVISOR_ENDS = ("--kill-on-bad-exit=0", "--wait=60")
 """The same where a supervisor ends them. Slurm's own way takes KillWait (30 s by default): the slurmstepd of each node
 sends TERM, sleeps for so long before it sends KILL, and only then tells srun which ranks have ended. --wait is for
 ranks whose supervisor is gone."""
+_OTHERS_GO_ON = ("--kill-on-bad-exit=0", "--wait=0", "--no-kill")
+"""The same for ranks that go on without those that fail, or whose nodes do (parallel.sync.lost_after_seconds)."""
 
 
 def checked_lines(name: str, lines: Sequence[str]) -> list[str]:
@@ -89,6 +91,7 @@ def setting_lines(config: RunConfig, python_path: Sequence[str], nodes: int) -> 
         f"hpc_fit=({_fit_command(config)})",
         f"hpc_nodes={nodes} hpc_ranks={nodes * cluster.ranks_per_node} hpc_spares={launch.spares}",
         f"hpc_elastic={str(bool(config.resilience.elastic.min_nodes)).lower()}",
+        f"hpc_losses={str(config.parallel.sync.lost_after_seconds is not None).lower()}",
         f"hpc_exclude={shlex.quote(launch.exclude or '')}",
     ]
 
@@ -131,7 +134,8 @@ def srun_line(
     cpus = cpus_per_rank(config)
     watched = config.resilience.watch and not share
     # Unbuffered: the last line of a rank that is killed is the one that matters.
-    options = ["--unbuffered", *(_SUPERVISOR_ENDS if watched else END_TOGETHER)]
+    losses = config.parallel.sync.lost_after_seconds is not None
+    options = ["--unbuffered", *(_OTHERS_GO_ON if losses else _SUPERVISOR_ENDS if watched else END_TOGETHER)]
     # A step without a name has that of its program, as may others that a user starts in the job.
     options += share or [f"--job-name={RANKS}"]
     options += [f"--cpus-per-task={cpus}"] if cpus else []

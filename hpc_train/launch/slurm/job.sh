@@ -31,10 +31,16 @@ outlive_stop_signals() {
   trap : TERM USR2
 }
 
-# pass_stop_signals_on: the same, for a signal that came to the batch script alone, as by `scancel --batch`. To the job
-# steps it is sent as the one that Slurm sends before a time limit; Slurm refuses that for a job that ends already.
+# pass_stop_signals_on: the same, for a signal that came to the batch script alone, as by `scancel --batch`.
 pass_stop_signals_on() {
-  trap 'scancel --quiet --signal=USR2 "$job" >/dev/null 2>&1 &' TERM USR2
+  trap 'ask_ranks_to_stop >/dev/null 2>&1 &' TERM USR2
+}
+
+# ask_ranks_to_stop: by the signal that Slurm sends before a time limit. Where Slurm itself ends the job or requeues it, all
+# ranks have had a signal. scancel would then try again after 5 s, and for a minute and a half, and could meet the ranks of
+# the job that has come back.
+ask_ranks_to_stop() {
+  [ "$(squeue -h -j "$job" -o %T)" = RUNNING ] && timeout 5 scancel --quiet --signal=USR2 "$job"
 }
 
 # stopped_early CODE: whether a stop signal ended a task before its handler was installed.

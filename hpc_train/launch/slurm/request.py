@@ -205,7 +205,7 @@ def _resource_options(config: RunConfig, folder: RunDirectory, excluded: Sequenc
         "output": _file_pattern(folder.path / "logs") + "/job-%j.log",
         **_extra_options(launch),
     }
-    if launch.spares or config.resilience.elastic.min_nodes:
+    if launch.spares or config.resilience.elastic.min_nodes or config.parallel.sync.lost_after_seconds is not None:
         extra["no-kill"] = True  # a node that dies must not end the job
     if launch.reservation:
         extra["reservation"] = launch.reservation

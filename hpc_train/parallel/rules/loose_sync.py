@@ -76,10 +76,9 @@ def _check_loss_of_copies(config: RunConfig, degrees: Degrees, setting: str) -> 
             f"{setting}: an exchange that fails is made again at once, so none goes on beside steps; leave out "
             "parallel.sync.overlap"
         )
-    if config.launch.kind == "slurm":
+    if config.launch.points_per_job > 1:
         raise UserError(
-            f"{setting}: a job of launch=slurm ends all its ranks when one fails; leave it out, or start the ranks by "
-            "srun --kill-on-bad-exit=0 --wait=0 hpc-train train in a batch script of your own"
+            f"{setting}: nobody watches points that share a job; use launch.points_per_job=1, or leave it out"
         )
     for name, used in (
         ("incremental=true", checkpoint.incremental),

@@ -448,7 +448,7 @@ _LOOSE_SYNCHRONISATION = (
         option="parallel.sync.every=50 parallel.sync.lost_after_seconds=300",
         done_by="our own, over gloo groups that are made anew",
         numbers=INEXACT + "a lost copy's samples are not trained; exact against a loop",
-        needs="not without rank 0's copy; no overlap, no streams, not launch=slurm",
+        needs="not without rank 0's copy; no overlap, no streams",
         proof="tests/parallel/test_lost_copies.py",
     ),
 )

@@ -202,16 +202,18 @@ class AgentReports:
     def _find_front(self) -> int:
         return max((view.step for view in self.list_views()), default=0)
 
-    def has_a_stuck_agent(self, host: str) -> bool:
+    def has_a_stuck_agent(self, host: str, needed: bool = True) -> bool:
         """Return whether a silent node is up and only its agent is stuck, for example because it was stopped.
 
         Ranks on other nodes still make steps, which they cannot without its ranks; or it is the node of this process.
         Steps count from the middle of its silence on, as it may have died at any moment after its last report. An
         agent that has just been started again counts as any other: the node may be overloaded.
+
+        needed: whether the ranks on other nodes cannot make steps without those of this one.
         """
         node = self.nodes[host]
         front = None if node.absent else node.front
-        others_go_on = front is not None and self._find_front() - front >= _STEPS_AHEAD
+        others_go_on = needed and front is not None and self._find_front() - front >= _STEPS_AHEAD
         return not node.agent_starts and (others_go_on or host == self._find_name(name_this_node()))
 
     def list_views(self) -> list[RankView]:

@@ -66,6 +66,10 @@ class EndedRanks:
         """tasks: number of tasks of the attempt."""
         self._tasks, self._seconds, self._clock = tasks, 0.0, WatchClock()
 
+    def leave_out(self, tasks: int) -> None:
+        """Expect nothing of so many tasks, whose nodes are lost."""
+        self._tasks -= tasks
+
     def outlive_srun(self, views: Sequence[RankView]) -> bool:
         """Return whether srun has had enough time to end after the last rank. views: of all ranks that were seen."""
         tick = self._clock.tick()

@@ -35,6 +35,7 @@ from hpc_train.launch.slurm.supervisor.agent_reports import (
     start_agents,
     start_probe,
 )
+from hpc_train.launch.slurm.supervisor.allowed_losses import LEFT_TO_OTHERS, AllowedLosses
 from hpc_train.launch.slurm.supervisor.growth import GrowthCheck, count_ranks_per_node, report_growth
 from hpc_train.launch.slurm.supervisor.job_steps import (
     LEFT_SRUN,
@@ -69,6 +70,8 @@ from hpc_train.resilience.incident import HANG, Incident, write_incident
 from hpc_train.resilience.watch import RankView, find_hang
 from hpc_train.training.records.run_records import append_event
 
+ENDED = "ended"
+"""What is done about the ranks after most faults."""
 _CLAIM = "supervisor.lock"
 _WITHOUT_STEPS = (Phase.START, Phase.LOAD, Phase.FIRST_STEP)
 """Phases of ranks that have nothing to save."""
@@ -111,13 +114,15 @@ class Supervisor:
         self._may_run_again = runs < launch["max_attempts"] or launch["chain"] > 1
         self._probe = NodeProbe(lambda host: start_probe(host, self._nodes))
         self._growth = GrowthCheck(logs, self._nodes, float(resilience["elastic"]["grow_seconds"]))
-        ranks = count_ranks_per_node(read_json(self._run / "job.json"))
+        frozen = read_json(self._run / "job.json")
+        ranks = count_ranks_per_node(frozen)
         # Ranks are known by task here: a rank map exists only once they have met.
         hosts = list_task_hosts(self._nodes, [ranks] * len(self._nodes), os.environ)
         self._response = HangResponse(logs, settings, lambda: signal_ranks(job, signal.SIGUSR1), hosts)
         self._failures = PeerFailures(SrunErrors(logs / SRUN_ERRORS))
         self._start = StuckStart(logs, settings.limits.start)
         self._ended = EndedRanks(len(hosts))
+        self._losses = AllowedLosses(logs, frozen["config"]["parallel"]["sync"]["lost_after_seconds"], hosts)
         self._reported_start = self._reported_blind = False
         self._reported_lost: set[str] = set()
 
@@ -187,15 +192,30 @@ class Supervisor:
         if set(lost) <= self._reported_lost or not is_running(self._srun):
             return False
         self._reported_lost |= set(lost)
-        report_lost_nodes(self._logs, lost, self._reports, self._settings)
+        if self._losses.cover(self._reports.list_views(), lost):
+            report_lost_nodes(self._logs, lost, self._reports, LEFT_TO_OTHERS)
+            self._leave_out(lost)
+            return False
+        action = ENDED if self._settings.act else "left alone: resilience.act=false"
+        report_lost_nodes(self._logs, lost, self._reports, action)
         write_doubtful(self._logs, [host for host in self._spares if not self._probe.has_answered(host)])
         if self._settings.act:
             end_ranks(self._logs, self._job, self._srun, self._reports, SRUN_SECONDS_WITHOUT_A_NODE)
         return self._settings.act
 
+    def _leave_out(self, lost: Sequence[str]) -> None:
+        """Watch no longer what was on nodes without which the ranks on the others go on."""
+        for host in lost:
+            self._reports.leave_unwatched(host)
+        self._nodes = [host for host in self._nodes if host not in lost]
+        self._ended.leave_out(self._losses.count_tasks(lost))
+        self._lost_a_node = False
+        self._losses.begin_to_wait()
+
     def _is_there(self, host: str) -> bool:
         """Return whether a silent node is there, and only lacks an agent that reports."""
-        return self._reports.has_a_stuck_agent(host) or self._probe.has_answered(host)
+        needed = not self._losses.cover(self._reports.list_views(), [host])
+        return self._reports.has_a_stuck_agent(host, needed) or self._probe.has_answered(host)
 
     def _is_needed(self, host: str) -> bool:
         """Return whether the ranks miss a silent node.
@@ -224,13 +244,14 @@ class Supervisor:
         if not self._stopping:
             self._ask_to_stop_if_due()
         # A failed rank comes before a hang: its peers wait for it in a collective, and look as if they hung.
-        if self._failures.are_due():
-            return self._end_peers()
         views = self._reports.list_views()
+        if self._failures.are_due() and not self._losses.cover(views):
+            return self._end_peers()
         if self._is_out_of_time(views):
             return self._end_before_limit()
         # A supervisor that begins after a node was lost sees only the ranks of others, all of which hang.
-        if not self._reports.list_absent() and self._response.respond(views, self._reports.list_machines()):
+        seen = not self._reports.list_absent() and not self._losses.may_be_unnoticed()
+        if seen and self._response.respond(views, self._reports.list_machines()):
             end_ranks(self._logs, self._job, self._srun, self._reports)
             return True
         if self._ended.outlive_srun(views):
@@ -321,16 +342,15 @@ def have_started(views: Sequence[RankView]) -> bool:
     return bool(views) and all(view.phase is not Phase.START for view in views)
 
 
-def report_lost_nodes(logs: Path, hosts: Sequence[str], reports: AgentReports, settings: WatchSettings) -> None:
-    """Record that nodes have fallen silent, as one incident."""
+def report_lost_nodes(logs: Path, hosts: Sequence[str], reports: AgentReports, action: str) -> None:
+    """Record that nodes have fallen silent, as one incident. action: what is done about the ranks on the others."""
     seconds = min(reports.nodes[host].silent for host in hosts)
     which = f"node {hosts[0]} has" if len(hosts) == 1 else f"nodes {', '.join(hosts)} have"
     text = f"{which} not been heard of for {seconds:.0f} s"
     write_incident(logs, Incident("lost node", text, None, hosts[0], reports.list_views()), reports.list_machines())
-    if settings.act:
+    if action == ENDED:
         with suppress(OSError):  # a full disk: the ranks are ended all the same
             write_private_file(logs / LOST_NODES, "\n".join(hosts) + "\n")
-    action = "ended" if settings.act else "left alone: resilience.act=false"
     what = {"why": text, "hosts": list(hosts), "action": action}
     append_event(logs.parents[1] / "events.jsonl", "lost_node", int(logs.name), **what)
 
