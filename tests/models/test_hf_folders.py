@@ -14,6 +14,7 @@ import tokenizers
 import torch
 
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # read once, when the library is imported
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -27,6 +28,8 @@ from hpc_train.training.assemble import find_random_base_problem
 from hpc_train.training.factory import make_pretrained_model
 from hpc_train.training.rank import advise_learning_rate
 from hpc_train.training.run_directory import RunDirectory
+
+MARIAN_SIDE = {"layers": 1, "attention_heads": 2, "ffn_dim": 24}
 
 
 def _save_llama(folder: Path, **how: Any) -> Path:
@@ -99,6 +102,43 @@ def test_a_folder_without_a_config(tmp_path: Path) -> None:
 def test_a_config_that_cannot_be_trained(folder: Path, key: str, value: object, said: str) -> None:
     _edit(folder, lambda body: body.update({key: value}))
     assert said in refuse(folder)
+
+
+def test_an_encoder_that_sees_the_next_token_is_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4}
+    for is_decoder in (False, True):
+        config = transformers.BertConfig(vocab_size=48, **sizes, is_decoder=is_decoder)
+        config.architectures = ["BertLMHeadModel"]
+        config.save_pretrained(tmp_path)
+        if is_decoder:
+            build_hf_model(HfModelConfig(path=str(tmp_path)))
+            continue
+        with pytest.raises(UserError, match=r"is_decoder=false in its config\.json, so each token sees the one"):
+            build_hf_model(HfModelConfig(path=str(tmp_path)))
+
+
+def test_blocks_are_modules_with_a_forward(tmp_path: Path) -> None:
+    transformers.FunnelForMaskedLM(
+        transformers.FunnelConfig(
+            vocab_size=48, block_sizes=[1, 2], num_decoder_layers=1, d_model=32, n_head=4, d_head=8, d_inner=40
+        )
+    ).save_pretrained(tmp_path)
+    layers = ("encoder.blocks.0.0", "encoder.blocks.1.0", "encoder.blocks.1.1", "decoder.layers.0")
+    names = list(build_hf_model(HfModelConfig(path=str(tmp_path))).blocks())
+    assert names == [f"funnel.{layer}" for layer in layers]
+
+
+def test_a_translator_has_a_task_and_positions_that_no_file_has(tmp_path: Path) -> None:
+    sides = {f"{side}_{key}": value for side in ("encoder", "decoder") for key, value in MARIAN_SIDE.items()}
+    config = transformers.MarianConfig(vocab_size=48, d_model=16, pad_token_id=0, **sides)
+    saved = transformers.MarianMTModel(config)
+    saved.save_pretrained(tmp_path)
+    said: list[str] = []
+    model, values = make_pretrained_model(HfModelConfig(path=str(tmp_path)), 0, said.append)
+    assert said == []
+    assert model.task == "seq2seq_lm"
+    wanted = saved.get_parameter("model.encoder.embed_positions.weight")
+    assert values["model.encoder.embed_positions.weight"].equal(wanted)
 
 
 def test_a_tokenizer_with_more_tokens_than_its_own_model(folder: Path) -> None:

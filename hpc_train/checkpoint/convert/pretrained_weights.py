@@ -24,7 +24,7 @@ from hpc_train.config.model import HfModelConfig
 from hpc_train.errors import UserError
 from hpc_train.models.deferred import DeferredValues
 from hpc_train.models.hf.config_file import ConfigFile, read_config_file
-from hpc_train.models.hf.library import Conversion, list_ignored_tensors, plan_conversion
+from hpc_train.models.hf.library import Conversion, list_ignored_tensors, list_unsaved_tensors, plan_conversion
 
 _TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Types of weights that are read, as safetensors names them."""
@@ -61,7 +61,7 @@ class PretrainedWeights:
         """
         targets = model.state_dict(keep_vars=True)
         sources = plan_conversion(model, self._stored, targets)
-        plan = WeightsPlan({}, {}, [], [name for name in sources if name not in targets])
+        plan = WeightsPlan({}, {}, [], [name for name in sources if name not in targets], set())
         buffers = dict(model.named_buffers(remove_duplicate=False))
         aliases: dict[int, list[str]] = {}
         for name, tensor in targets.items():
@@ -119,7 +119,10 @@ class PretrainedWeights:
             )
         body = f"{getattr(model, 'base_model_prefix', '')}."
         is_classifier = getattr(model, "task", None) == "image_classification"
-        needed = [name for name in plan.missing if not is_classifier or name.startswith(body)]
+        made_anew = [re.compile(pattern) for pattern in list_unsaved_tensors(model)]
+        plan.computed.update(name for name in plan.missing if any(pattern.search(name) for pattern in made_anew))
+        missing = [name for name in plan.missing if name not in plan.computed]
+        needed = [name for name in missing if not is_classifier or name.startswith(body)]
         if needed:
             raise UserError(
                 f"{self._folder}: {_list(needed)}: missing in its weights, and {kind} needs them; use "
@@ -144,6 +147,8 @@ class WeightsPlan:
     """Parameters of a new head: drawn."""
     unused: list[str]
     """Tensors of the files that the model has no place for."""
+    computed: set[str]
+    """Those of `missing` that no file has, since the model's own code computes them, such as Marian's positions."""
 
     def fill(self, model: nn.Module, values: DeferredValues) -> None:
         """Let `values` read the parameters when they are asked for, and read the buffers now."""
@@ -156,8 +161,8 @@ class WeightsPlan:
     def describe(self) -> list[str]:
         """Return a line each for what a user should know."""
         lines = []
-        if self.missing:
-            lines.append(f"the weights have no {_list(self.missing)}: drawn anew, as for a new task")
+        if drawn := [name for name in self.missing if name not in self.computed]:
+            lines.append(f"the weights have no {_list(drawn)}: drawn anew, as for a new task")
         if self.unused:
             lines.append(f"the weights have {_list(self.unused)}, for which this model has no place: left out")
         return lines

@@ -118,13 +118,15 @@ def _make_adapted_class(kind: type[nn.Module]) -> type[nn.Module]:
 def find_block_names(model: nn.Module) -> list[str]:
     """Return the names of the layers: the outermost elements of module lists that the model wants left whole.
 
-    A model that names none has the elements of its module lists, such as ALBERT's groups of layers.
+    A model that names none has the elements of its module lists, such as ALBERT's groups of layers. Lists in lists, as
+    Funnel has them, are no elements: they have no forward.
     """
     elements = {
         f"{path}.{key}" if path else key: element
         for path, module in model.named_modules()
         if isinstance(module, nn.ModuleList)
         for key, element in module.named_children()
+        if not isinstance(element, (nn.ModuleList, nn.ModuleDict))
     }
     candidates = [name for name, element in elements.items() if is_block(model, element)] or list(elements)
     blocks: list[str] = []

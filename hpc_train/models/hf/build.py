@@ -10,6 +10,7 @@ from hpc_train.config.model import HfModelConfig
 from hpc_train.errors import UserError
 from hpc_train.models.hf.adapter import HfModel, adapt_model
 from hpc_train.models.hf.config_file import ConfigFile, find_task, read_config_file
+from hpc_train.models.hf.families import Task
 from hpc_train.models.hf.library import fill_activation_buffers, get_class, make_library_config
 from hpc_train.quiet_imports import without_warnings
 
@@ -20,6 +21,9 @@ _AUTO_CLASSES = {
     "image_classification": "AutoModelForImageClassification",
 }
 """Class of transformers that makes a model of a task (model.task)."""
+
+_CAUSAL_ANYWAY = ("gpt_neox", "gpt_neox_japanese")
+"""Decoders whose config.json says is_decoder=false, and whose code does not read it."""
 
 
 def build_hf_model(config: HfModelConfig, seed: int = 0) -> HfModel:
@@ -42,8 +46,20 @@ def build_hf_model(config: HfModelConfig, seed: int = 0) -> HfModel:
                 model = kind.from_config(settings, trust_remote_code=False, dtype=torch.float32, **chosen)
         except Exception as error:  # the library's own checks of what a config.json says
             raise UserError(f"model.path={config.path}: {_explain(error)} (model.task={task})") from error
+    _check_causality(model, task, config)
     fill_activation_buffers(model)
     return adapt_model(model, file.family, task)
+
+
+def _check_causality(model: Any, task: Task, config: HfModelConfig) -> None:
+    """Raise UserError for an encoder that predicts next tokens while its attention sees them."""
+    settings = model.config
+    key = next((key for key in ("is_decoder", "causal") if getattr(settings, key, None) is False), None)
+    if task == "causal_lm" and key is not None and settings.model_type not in _CAUSAL_ANYWAY:
+        raise UserError(
+            f"model.path={config.path}: {key}=false in its config.json, so each token sees the one that it should "
+            f"predict; set {key} to true there, or use model.task=masked_lm"
+        )
 
 
 def _make_config(file: ConfigFile) -> Any:

@@ -27,6 +27,7 @@ _TASKS: dict[str, Task] = {
     "LMHeadModel": "causal_lm",
     "ForMaskedLM": "masked_lm",
     "ForConditionalGeneration": "seq2seq_lm",
+    "MTModel": "seq2seq_lm",
     "ForImageClassification": "image_classification",
 }
 """Endings of the names of classes, and the task of each."""

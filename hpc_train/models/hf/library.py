@@ -185,6 +185,11 @@ def list_ignored_tensors(model: nn.Module) -> list[str]:
     return list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
 
 
+def list_unsaved_tensors(model: nn.Module) -> list[str]:
+    """Return the patterns of names that files may lack, because the model's class makes these tensors itself."""
+    return list(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
+
+
 SIDE_FILES = (
     "generation_config.json",
     "tokenizer.json",

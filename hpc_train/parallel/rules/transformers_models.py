@@ -8,8 +8,8 @@ from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.models.hf.config_file import ConfigFile, find_task, read_config_file
 
-_NOT_IN_FLOAT64 = ("xglm",)
-"""Families whose own code makes constants that only hold float32."""
+_NOT_IN_FLOAT64 = ("xglm", "switch_transformers", "nllb-moe")
+"""Families whose own code makes constants that only hold float32, or casts a parameter to it for good."""
 _INSTEAD = "use parallel=fsdp, hsdp, zero1, zero2 or ddp, which take every model"
 
 
