@@ -1,8 +1,8 @@
 """Layers of our own transformers: attention, feed-forward, norms, blocks, and the loss.
 
 Multi-head (arXiv:1706.03762) and grouped-query attention (arXiv:2305.13245); SwiGLU and GeGLU (Shazeer 2020,
-arXiv:2002.05202) or GELU (Hendrycks 2016, arXiv:1606.08415). `LinearGroup` and `ScaledDotProduct` are separate modules
-so that a technique can replace them.
+arXiv:2002.05202) or GELU (Hendrycks 2016, arXiv:1606.08415). `LinearGroup`, `NormGroup` and
+`ScaledDotProduct` are separate modules so that a technique can replace them.
 """
 
 from __future__ import annotations
@@ -34,6 +34,17 @@ class LinearGroup(nn.Module):
     def forward(self, x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
         """Map x (..., K) to the output (..., N_i) of each layer."""
         return tuple(layer(x) for layer in layers)
+
+
+class NormGroup(nn.Module):
+    """Apply norms to one input each; has no parameters of its own.
+
+    It is a module so that a technique can replace its forward: tensor parallelism sums over ranks once for all norms.
+    """
+
+    def forward(self, inputs: tuple[Tensor, ...], norms: tuple[nn.Module, ...]) -> tuple[Tensor, ...]:
+        """Map each input (..., N_i) to its norm's output of the same shape."""
+        return tuple(norm(x) for x, norm in zip(inputs, norms, strict=True))
 
 
 class ScaledDotProduct(nn.Module):
@@ -90,6 +101,7 @@ class Attention(nn.Module):
     """Norm of queries and keys; see add_query_key_norms."""
     q_norm: nn.Module
     k_norm: nn.Module
+    qk_norms: NormGroup
 
     def __init__(
         self,
@@ -117,7 +129,7 @@ class Attention(nn.Module):
         """x (B, T, hidden) -> (B, T, hidden); `table` is the rotary one of the T positions, mask as the core's."""
         q, k, v = self.qkv(x, self.q, self.k, self.v)
         if self.normed == "full":
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self.qk_norms((q, k), (self.q_norm, self.k_norm))
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
         if self.normed == "head":
             q, k = self.q_norm(q), self.k_norm(k)
@@ -145,6 +157,8 @@ def add_query_key_norms(attention: Attention, normed: str, make_norm: Callable[[
     for name, layer in (("q_norm", attention.q), ("k_norm", attention.k)):
         width = attention.head_dim if normed == "head" else layer.out_features
         attention.add_module(name, make_norm(width))
+    if normed == "full":
+        attention.qk_norms = NormGroup()
     attention.normed = normed
 
 

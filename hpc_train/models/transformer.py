@@ -64,6 +64,14 @@ Latent attention makes its narrow vectors from a rank's own positions, so that o
 """
 
 
+def _make_tensor_plan(config: TransformerConfig, names: list[str]) -> dict[str, str]:
+    """Return the lines for the blocks `names` of a model of this shape, whether or not it has all their modules."""
+    plan = {f"{name}.feed_forward": "expert" for name in names if shape.has_experts(config, get_block_index(name))}
+    if config.query_key_norm == "full":
+        plan["layers.*.attention.[qk]_norm"] = "all_heads"
+    return {**TENSOR_PLAN, **plan}
+
+
 class TiedHead(nn.Module):
     """The output layer over the embedding's own weight: that parameter has one owner and one name."""
 
@@ -100,8 +108,7 @@ class Transformer(BlockModel):
             self.norm = _make_norm(config)
             tied, sizes = config.tied_embeddings, (config.hidden, config.vocab_size)
             self.head = TiedHead() if tied else nn.Linear(*sizes, bias=False)
-        mixtures = [name for name in block_names if shape.has_experts(config, get_block_index(name))]
-        self.plan = match_tensor_plan({**TENSOR_PLAN, **{f"{name}.feed_forward": "expert" for name in mixtures}}, self)
+        self.plan = match_tensor_plan(_make_tensor_plan(config, block_names), self)
 
     def forward(self, x: Tensor, positions: Tensor | None = None, document_starts: Tensor | None = None) -> Tensor:
         """x: tokens (B, T), int64, or in a stage that is not the first hidden states (B, T, hidden).

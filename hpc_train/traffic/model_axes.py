@@ -44,15 +44,16 @@ def count_block_calls(sequence: bool) -> TensorCalls:
     return TensorCalls(gathers=4, scatters=4) if sequence else TensorCalls(reductions=4)
 
 
-def count_recompute_calls(sequence: bool, asynchronous: bool) -> TensorCalls:
+def count_recompute_calls(sequence: bool, asynchronous: bool, output_norms: bool) -> TensorCalls:
     """Count the additional calls of a block that is recomputed.
 
-    torch stops recomputing when it has all that backward needs, which is before the last sum of the block. With
-    asynchronous tensor parallelism that sum cannot be left out: it is one operator with the product before it.
+    torch stops recomputing when it has all that backward needs, which is before the last sum of the block. That sum
+    cannot be left out where a norm of the block's result needs it, nor with asynchronous tensor parallelism, where it
+    is one operator with the product before it.
     """
     if not sequence:
-        return TensorCalls(reductions=1)
-    return TensorCalls(gathers=2, scatters=2 if asynchronous else 1)
+        return TensorCalls(reductions=2 if output_norms else 1)
+    return TensorCalls(gathers=2, scatters=2 if asynchronous or output_norms else 1)
 
 
 def count_half_block_calls(sequence: bool) -> TensorCalls:
@@ -70,9 +71,11 @@ def count_entry_calls(sequence: bool, blocks: int, recomputed: int) -> TensorCal
     return TensorCalls(blocks + recomputed, blocks) if sequence else TensorCalls(reductions=blocks)
 
 
-def count_last_recompute_calls(sequence: bool) -> TensorCalls:
-    """Count the additional calls of a mixture of experts that is recomputed: all before its last sum."""
-    return TensorCalls(gathers=1) if sequence else TensorCalls()
+def count_last_recompute_calls(sequence: bool, output_norms: bool) -> TensorCalls:
+    """Count the additional calls of a mixture of experts that is recomputed; see count_recompute_calls."""
+    if not sequence:
+        return TensorCalls(reductions=int(output_norms))
+    return TensorCalls(gathers=1, scatters=int(output_norms))
 
 
 def count_end_calls(sequence: bool, vocabulary: bool) -> TensorCalls:
@@ -94,6 +97,15 @@ def list_ring_tensor_flows(calls: TensorCalls, hidden: float, micro_batches: int
     chunks = max(1, min(MOST_CHUNKS, int(shard // MIN_CHUNK_BYTES)))
     count = (calls.gathers + calls.scatters) * (tp - 1) * chunks * micro_batches
     return [Flow(TENSOR_AXES, "send_recv", shard / chunks, count, "activations")] if count else []
+
+
+def list_norm_flows(tokens: float, item: int, passes: int) -> list[Flow]:
+    """Return the sums over tp of the squares of queries and of keys, for norms over all heads.
+
+    tokens: tokens of a micro-batch. item: bytes of an element. passes: forwards and backwards through attention in a
+    step; a recomputed one counts as a forward.
+    """
+    return [Flow(TENSOR_AXES, "all_reduce", 2 * tokens * item, passes, "sums of squares of queries and keys")]
 
 
 def list_loss_flows(tokens: float, item: int, micro_batches: int) -> list[Flow]:

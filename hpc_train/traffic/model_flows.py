@@ -43,7 +43,15 @@ def _list_tensor_flows(run: ShapedRun, stages: RankStages) -> list[Flow]:
     flows += model_axes.list_tensor_flows(others, hidden, run.work.micro_batches)
     if run.splits_vocabulary and any(part.last for part in stages):
         flows += model_axes.list_loss_flows(run.tokens, max(4, run.work.compute), run.work.micro_batches)
-    return flows + _list_whole_gradient_flows(run, stages)
+    return flows + _list_norm_flows(run, stages) + _list_whole_gradient_flows(run, stages)
+
+
+def _list_norm_flows(run: ShapedRun, stages: RankStages) -> list[Flow]:
+    """Return the sums of norms over all heads."""
+    if not isinstance(run.model, TransformerConfig) or run.model.query_key_norm != "full":
+        return []
+    passes = 2 * sum(part.blocks for part in stages) + run.count_recomputed(stages)
+    return model_axes.list_norm_flows(run.tokens, max(4, run.work.compute), passes * run.work.micro_batches)
 
 
 def _count_tensor_calls(run: ShapedRun, stages: RankStages) -> tuple[TensorCalls, TensorCalls]:
@@ -56,14 +64,15 @@ def _count_tensor_calls(run: ShapedRun, stages: RankStages) -> tuple[TensorCalls
     mixed_again = run.count_recomputed_mixed(stages) if run.weights.experts else 0
     dense, dense_again = sum(part.blocks for part in stages) - mixed, run.count_recomputed(stages) - mixed_again
     layers = model_axes.count_block_calls(sequence).times(dense)
-    layers += model_axes.count_recompute_calls(sequence, asynchronous).times(dense_again)
+    output_norms = isinstance(run.model, TransformerConfig) and run.model.post_norms
+    layers += model_axes.count_recompute_calls(sequence, asynchronous, output_norms).times(dense_again)
     # Attention makes half of a block's calls and the mixture of experts the other half.
     half = model_axes.count_half_block_calls(sequence).times(mixed)
     layers += half + model_axes.count_half_recompute_calls(sequence).times(mixed_again)
     # tp does not split the ends of a vision transformer.
     ends = sum(part.first + part.last for part in stages) if isinstance(run.model, TransformerConfig) else 0
     others = model_axes.count_end_calls(sequence, run.splits_vocabulary).times(ends) + half
-    return layers, others + model_axes.count_last_recompute_calls(sequence).times(mixed_again)
+    return layers, others + model_axes.count_last_recompute_calls(sequence, output_norms).times(mixed_again)
 
 
 def _list_latent_widths(run: ShapedRun) -> tuple[int, ...]:

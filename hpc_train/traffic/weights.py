@@ -164,7 +164,7 @@ def _list_attention(model: TransformerConfig) -> list[Weight]:
     if model.query_key_norm == "head":
         attention += 2 * [Weight((compute_head_dim(model),), "copied")]
     elif model.query_key_norm == "full":
-        attention += [Weight((queries,)), Weight((keys,))]
+        attention += [Weight((queries,), "outputs"), Weight((keys,), "heads")]
     return attention
 
 

@@ -112,6 +112,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gemma3": lambda: transformers.Gemma3TextConfig(**EIGHT, sliding_window=32, query_pre_attn_scalar=24),
     "phi": lambda: transformers.PhiConfig(**TEXT),
     "olmo2": lambda: transformers.Olmo2Config(**TEXT),
+    "olmo3": lambda: transformers.Olmo3Config(**TEXT, sliding_window=32),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCABULARY,
         n_embd=32,

@@ -126,6 +126,11 @@ MODELS: dict[str, ModelConfig] = {
         tied_embeddings=True, sliding_window=6, attention_softcap=1.5, logit_softcap=2.5, attention_scale=0.3
     ),
     "olmo": _llama(pre_norms=False, post_norms=True, query_key_norm="full", sliding_window=5, global_every=4),
+    "olmo2": _llama(pre_norms=False, post_norms=True, query_key_norm="full"),
+    "olmo-grouped": _llama(
+        hidden=36, heads=6, kv_heads=3, pre_norms=False, post_norms=True, query_key_norm="full", norm="rmsnorm_1p"
+    ),
+    "olmo-experts": _llama(query_key_norm="full", experts=ExpertsConfig(count=8, top_k=2, feed_forward=12)),
     "llama-dropout": _llama(dropout=0.2),
     "tied-dropout": _llama(tied_embeddings=True, dropout=0.2),
     "grouped-dropout": _llama(hidden=36, heads=6, kv_heads=3, dropout=0.2),

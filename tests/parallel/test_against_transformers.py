@@ -1,8 +1,9 @@
-"""Llama and GPT-2 of the transformers library, trained by plain PyTorch in one process, and ours with their weights."""
+"""Llama, GPT-2 and OLMo 2 of transformers, trained by plain PyTorch in one process, and ours with their weights."""
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,15 @@ from drawn import draw
 from matrix import LENGTH, MAX_NORM, MODELS, RATES, STEPS, VOCABULARY, Case, global_batch, steps
 from outcome import Held, Outcome, assert_close, whole
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    PreTrainedModel,
+)
 
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import IGNORED_TARGET, World
@@ -26,7 +35,7 @@ from hpc_train.training.optimizer import make_optimizer
 TOLERANCE = 1e-10
 FLOAT32 = 1e-6
 """Relative; what the norms and the angles that the library's Llama computes in float32 cost."""
-KINDS = ("llama", "gpt2")
+KINDS = ("llama", "gpt2", "olmo2")
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "ddp-2": (2, ("parallel=ddp",)),
     "zero3-2": (2, ("parallel=fsdp",)),
@@ -48,21 +57,26 @@ class Angles(nn.Module):
         return angles.cos(), angles.sin()
 
 
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.2,
+    "pad_token_id": None,
+}
+"""The shape of MODELS["llama"] and of MODELS["olmo2"]: four query heads of width 8 on two key heads."""
+
+
 def _llama() -> PreTrainedModel:
-    """The shape of MODELS["llama"]: four query heads of width 8 on two key heads."""
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=40,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            rms_norm_eps=1e-5,
-            initializer_range=0.2,
-            pad_token_id=None,
-        )
-    )
+    return LlamaForCausalLM(LlamaConfig(**SHAPE))
+
+
+def _olmo2() -> PreTrainedModel:
+    return Olmo2ForCausalLM(Olmo2Config(**SHAPE))
 
 
 def _gpt2() -> PreTrainedModel:
@@ -89,7 +103,7 @@ def _gpt2() -> PreTrainedModel:
 def library_model(kind: str) -> PreTrainedModel:
     """In float64, with values that no initialisation gives: norms and biases off ones and zeros."""
     torch.manual_seed(0)
-    theirs = {"llama": _llama, "gpt2": _gpt2}[kind]().double()
+    theirs = {"llama": _llama, "gpt2": _gpt2, "olmo2": _olmo2}[kind]().double()
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
@@ -97,12 +111,12 @@ def library_model(kind: str) -> PreTrainedModel:
 
 
 def in_float64(theirs: PreTrainedModel) -> PreTrainedModel:
-    """The two parts of the library's Llama that are always in float32 replaced; GPT-2 has none."""
-    if isinstance(theirs, LlamaForCausalLM):
+    """The two parts of the library's Llama and OLMo 2 that are always in float32 replaced; GPT-2 has none."""
+    if isinstance(theirs, (LlamaForCausalLM, Olmo2ForCausalLM)):
         theirs.model.rotary_emb = Angles()
         for name, module in list(theirs.named_modules()):
-            if type(module).__name__ == "LlamaRMSNorm":
-                norm = nn.RMSNorm(32, eps=1e-5)
+            if type(module).__name__ in ("LlamaRMSNorm", "Olmo2RMSNorm"):
+                norm = nn.RMSNorm(len(module.weight), eps=1e-5)
                 norm.weight = module.weight
                 theirs.set_submodule(name, norm)
     return theirs
@@ -158,7 +172,7 @@ def _train(world: World, cases: dict[str, Case], weights: dict[str, State]) -> d
     return outcomes
 
 
-@pytest.mark.parametrize("name", draw(LAYOUTS, ("zero3-2",)))
+@pytest.mark.parametrize("name", draw(LAYOUTS, ("zero3-2", "tp-2")))
 def test_ours_at_any_layout_trains_as_theirs_in_one_process(name: str) -> None:
     """Loss, gradients, norm before clipping, and parameters and moments after two steps."""
     ranks, overrides = LAYOUTS[name]

@@ -110,6 +110,8 @@ CASES = {
     "pp-dropout": Case(2, ("parallel.pp=2",), "llama-dropout"),
     "windows-full": Case(2, ("parallel=fsdp", FULL), "windows"),
     "tp-capped-selective": Case(2, ("parallel.tp=2", SELECTIVE), "capped"),
+    "tp-olmo-full": Case(2, ("parallel.tp=2", FULL), "olmo-grouped"),
+    "tp-4-windows-olmo": Case(4, ("parallel.tp=4",), "olmo"),
     "ring-windows": Case(2, ("parallel.cp=2",), "windows"),
     "ring-capped": Case(2, ("parallel.cp=2",), "capped"),
 }
@@ -128,7 +130,7 @@ def _compiled_steps(world: World, case: Case) -> tuple[Outcome, int, int]:
 
 def count_graphs(name: str) -> int:
     """Two where blocks differ: in whether they are computed again, or in whether they have a window."""
-    return 2 if "every" in name or "windows" in CASES[name].kind else 1
+    return 2 if "every" in name or "windows" in name or "windows" in CASES[name].kind else 1
 
 
 def _compile(case: Case, graphs: int = 1, most: int = 1, timeout: float = 280) -> list[Outcome]:

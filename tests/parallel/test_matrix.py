@@ -157,6 +157,22 @@ CASES: dict[str, Case] = {
     ),
     "zero3-2-olmo-chunks": Case(2, ("parallel=fsdp", "train.loss_chunk=5"), "olmo"),
     "pp-2-cp-2-olmo": Case(4, _pp("1f1b", "parallel.cp=2"), "olmo"),
+    # a norm over all heads, which tp splits
+    "tp-2-olmo": Case(2, ("parallel.tp=2",), "olmo", micro=6),
+    "tp-4-kv-2-olmo": Case(4, ("parallel.tp=4",), "olmo"),
+    "tp-2-olmo-grouped-no-sequence": Case(2, ("parallel.tp=2", "parallel.tensor.sequence=false"), "olmo-grouped"),
+    "tp-2-olmo-asynchronous-recompute": Case(
+        2, ("parallel.tp=2", "parallel.tensor.asynchronous=true", "parallel.recompute.mode=full"), "olmo"
+    ),
+    "tp-2-olmo-chunks-selective": Case(
+        2, ("parallel.tp=2", "train.loss_chunk=5", "parallel.recompute.mode=selective"), "olmo", micro=10
+    ),
+    "zero3-2-tp-2-olmo": Case(4, ("parallel=fsdp", "parallel.tp=2"), "olmo", micro=5),
+    "replicate-2-tp-4-olmo": Case(8, ("parallel.dp_replicate=2", "parallel.tp=4"), "olmo", micro=5),
+    "pp-2-zbv-tp-2-olmo": Case(4, _pp("zbv", "parallel.tp=2"), "olmo"),
+    "pp-2-zbv-tp-4-full-olmo": Case(8, _pp("zbv", "parallel.tp=4", "parallel.recompute.mode=full"), "olmo"),
+    "cp-2-tp-2-olmo": Case(4, ("parallel.cp=2", "parallel.tp=2"), "olmo"),
+    "ep-2-tp-2-olmo-experts": Case(4, ("parallel=fsdp", "parallel.ep=2", "parallel.tp=2"), "olmo-experts"),
     "cp-4-windows-unbalanced": Case(4, ("parallel.cp=4", "parallel.context.balanced=false"), "windows"),
     "cp-2-capped": Case(2, ("parallel.cp=2",), "capped"),
     "cp-2-ulysses-capped": Case(2, ("parallel.cp=2", "parallel.context.method=ulysses"), "capped"),

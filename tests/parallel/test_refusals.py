@@ -81,12 +81,6 @@ REFUSED: list[tuple[int, tuple[str, ...], str]] = [
     (2, (*EXPERTS, "parallel.tp=2", "model.experts.feed_forward=7"), "tp=2: does not divide the width 7 of an expert;"),
     (
         2,
-        (*EXPERTS, "parallel.tp=2", "model.query_key_norm=full"),
-        "over all heads, which tp splits; use parallel.ep,",
-    ),
-    (2, ("parallel.tp=2", "model.query_key_norm=full"), "over all heads, which tp splits; use parallel.dp_shard,"),
-    (
-        2,
         (*EXPERTS, "parallel=pp", "parallel.pipeline.schedule=zbv"),
         "schedule=zbv: splits the backward, which experts",
     ),

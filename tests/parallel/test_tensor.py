@@ -36,15 +36,17 @@ LAYOUTS: dict[str, list[Case]] = {
         Case(2, (*TP2, NO_SEQUENCE), "gpt2", MICRO),
         Case(2, (*TP2, NO_VOCABULARY), "tied", MICRO),
         Case(2, (*TP2, NO_SEQUENCE, NO_VOCABULARY), "llama", MICRO),
+        Case(2, TP2, "olmo-grouped", MICRO),
     ],
     "tp4": [
         Case(4, TP4, "llama", MICRO),  # two key and value heads
         Case(4, (*TP4, NO_SEQUENCE), "tied", MICRO),
+        Case(4, TP4, "olmo", MICRO),
     ],
     "zero3-2-tp2": [Case(4, ZERO3, "tied", HALF), Case(4, (*ZERO3, NO_VOCABULARY), "gpt2", HALF)],
     "replicate-2-tp2": [Case(4, HSDP, "llama", HALF), Case(4, HSDP, "vit", HALF)],
 }
-DRAWN = {"tp2": (0, 1, 4), "tp4": (1,), "zero3-2-tp2": (), "replicate-2-tp2": (1,)}
+DRAWN = {"tp2": (0, 1, 4, 5), "tp4": (1, 2), "zero3-2-tp2": (), "replicate-2-tp2": (1,)}
 """Every model, two key and value heads over four ranks, and every option."""
 
 

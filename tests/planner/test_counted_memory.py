@@ -67,6 +67,7 @@ _GPT = (
     "model.vocab_size=16384",
 )  # fmt: skip
 _CHUNKS = ("model.layers=4", "model.vocab_size=65536", "train.micro_batch=2", "train.loss_chunk=128")
+_NORMS = ("model.pre_norms=false", "model.post_norms=true", "model.query_key_norm=full")
 SPECIAL = {
     "tp8 over 4 heads of keys": ("parallel.strategy=ddp", "parallel.tp=8"),
     "tp8, learned positions": (*_GPT, "parallel.strategy=ddp", "parallel.tp=8"),
@@ -94,6 +95,10 @@ SPECIAL = {
     "hsdp with parameters on the host": (
         "parallel.strategy=zero3", "parallel.dp_replicate=2", "parallel.recompute.mode=full",
         "parallel.offload.parameters=cpu",
+    ),
+    "norms over all heads, tp2": (*_NORMS, "parallel.strategy=zero3", "parallel.tp=2"),
+    "norms over all heads, tp8, selective": (
+        *_NORMS, "parallel.strategy=ddp", "parallel.tp=8", "parallel.recompute.mode=selective",
     ),
     "loss in chunks, ddp": (*_CHUNKS, "parallel.strategy=ddp"),
     "loss in chunks, 1f1b": (*_CHUNKS, "parallel.strategy=zero1", "parallel.pp=2", "parallel.pipeline.schedule=1f1b"),

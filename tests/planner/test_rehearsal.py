@@ -43,6 +43,13 @@ ONE = "model.layers=1"
 LAYOUTS = {
     "hsdp x cp": ("parallel=hsdp", "parallel.dp_replicate=2", "parallel.dp_shard=1", "parallel.cp=2", ONE),
     "zero1 x tp": ("parallel=zero1", "parallel.tp=2", ONE),
+    "norms over all heads x tp": (
+        "parallel.tp=4",
+        "model.pre_norms=false",
+        "model.post_norms=true",
+        "model.query_key_norm=full",
+        ONE,
+    ),
     "tied, interleaved": (
         "parallel=zero3",
         "parallel.pp=2",

@@ -214,6 +214,12 @@ def test_products_of_pytorch_are_megatrons_on_ampere_and_slower_on_later_gpus() 
         assert bool(times[0] > times[1]) == slower
 
 
+def test_tensor_parallel_ranks_add_up_the_squares_of_norms_over_all_heads() -> None:
+    for tp in (1, 4):
+        head, full = estimate_jobs(job(tp=tp, full_norms=[0, 1]), CONSTANTS).time.tensor
+        assert (head < full) == (tp > 1)
+
+
 def test_norms_of_several_kernels_and_of_heads_take_longer_unless_compiled() -> None:
     for name in ("composite_norms", "head_norms"):
         without, with_them = estimate_jobs(

@@ -41,6 +41,7 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
     "gemma3": transformers.Gemma3TextConfig(**FEW, head_dim=16, sliding_window=16),
     "phi": transformers.PhiConfig(**WIDE),
     "olmo2": transformers.Olmo2Config(**FEW),
+    "olmo3": transformers.Olmo3Config(**FEW, sliding_window=16),
     "gpt2": transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=4, n_head=8, resid_pdrop=0, attn_pdrop=0),
     "gpt_neox": transformers.GPTNeoXConfig(**WIDE),
     "gpt_neox plain": transformers.GPTNeoXConfig(**WIDE, attention_bias=False, use_parallel_residual=False),
@@ -125,7 +126,7 @@ def test_memory_of_gemma_is_what_a_rehearsal_counts(tmp_path: Path, case: str) -
     assert sum(float(getattr(planned, part)[0].max()) for part in parts) == pytest.approx(counted, rel=0.1)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo3"])
 def test_flops_of_windows_are_those_of_the_keys_that_are_seen(tmp_path: Path, name: str) -> None:
     shape = describe_decoder(save(tmp_path, CONFIGS[name]))
     ages = torch.arange(64)[:, None] - torch.arange(64)

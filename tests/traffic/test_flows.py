@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from drawn import draw
 from traffic_ledger import Key, Ledger
-from traffic_steps import EXPERTS, GPT2, LATENT, VIT, WINDOWS, Layout, engine_after_setup, share_of
+from traffic_steps import EXPERTS, FULL_NORMS, GPT2, LATENT, VIT, WINDOWS, Layout, engine_after_setup, share_of
 
 from hpc_train.config.parallel import Degrees, resolve_degrees
 from hpc_train.interfaces import World
@@ -48,7 +48,7 @@ LAYOUTS = {
     "tp": Layout(2, TP),
     "tp-whole-positions": Layout(2, (*TP, "parallel.tensor.sequence=false", FULL)),
     "tp-whole-vocabulary": Layout(2, (*TP, "parallel.tensor.vocabulary=false")),
-    "tp-more-ranks-than-kv-heads": Layout(4, TP),
+    "tp-more-ranks-than-kv-heads": Layout(4, (*TP, "parallel.tp=4")),
     "tp-gpt2": Layout(2, TP, GPT2),
     "tp-vit": Layout(2, TP, VIT),
     "tp-asynchronous-recomputed": Layout(2, (*TP, "parallel.tensor.asynchronous=true", FULL)),
@@ -106,6 +106,16 @@ LAYOUTS = {
     "latent-cp-ring": Layout(2, CP, LATENT),
     "latent-cp-ulysses-tp": Layout(4, (*CP, ULYSSES, "parallel.tp=2"), LATENT),
     "latent-ep-of-4": Layout(4, (ZERO3, "parallel.ep=2"), LATENT),
+    "tp-full-norms-bf16": Layout(2, (*TP, "precision=bf16"), FULL_NORMS),
+    "tp-full-norms-more-ranks-than-kv-heads-recomputed": Layout(
+        4, (*TP, "parallel.tp=4", FULL, "parallel.recompute.every=3"), FULL_NORMS
+    ),
+    "tp-full-norms-whole-positions-experts-recomputed": Layout(
+        2, (*TP, "parallel.tensor.sequence=false", FULL), replace(EXPERTS, query_key_norm="full", post_norms=True)
+    ),
+    "pp-zbv-tp-full-norms-short-last": Layout(
+        4, (*PP, "parallel.tp=2", "parallel.pipeline.schedule=zbv", "train.micro_batch=6"), FULL_NORMS
+    ),
     "cp-ring-windows": Layout(4, (*CP, "parallel.cp=4", FULL), WINDOWS),
     "cp-ring-windows-unbalanced": Layout(4, (*CP, "parallel.cp=4", "parallel.context.balanced=false"), WINDOWS),
     "cp-ring-windows-pp": Layout(4, (*CP, "parallel.pp=2"), WINDOWS),
@@ -117,7 +127,7 @@ DRAWN = (
     "ddp", "zero1-groups", "zero2-accumulated", "zero3-gpt2-short-last", "zero3-8-bits", "hsdp",
     "tp-asynchronous-recomputed", "cp-ring-bf16", "cp-ulysses", "pp-gpt2-tied", "pp-interleaved",
     "pp-zero3-dualpipev", "pp-tp-bf16-short-last", "ddp-experts", "ep-of-4-zero1-recomputed",
-    "latent-tp-recomputed", "cp-ring-windows",
+    "latent-tp-recomputed", "cp-ring-windows", "tp-full-norms-bf16",
 )  # fmt: skip
 """One or two of each kind."""
 

@@ -41,6 +41,7 @@ LATENT = replace(
     query_key_norm="none",
     latent=LatentConfig(kv_rank=12, q_rank=20, nope_head_dim=6, rope_head_dim=4, value_head_dim=8),
 )
+FULL_NORMS = replace(LLAMA, pre_norms=False, post_norms=True, query_key_norm="full")
 WINDOWS = replace(LLAMA, sliding_window=3, global_every=2, attention_softcap=2.0)
 
 

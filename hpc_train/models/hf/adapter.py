@@ -142,17 +142,17 @@ def make_tensor_plan(model: nn.Module, family: Family) -> dict[str, str]:
     """Translate the model's tensor plan, or take the family's own: name glob -> col, row, heads, vocab, ...
 
     With a plan of the library, embedding and head are split by vocabulary. With one of the family's own they stay whole
-    on each rank.
+    on each rank, unless it names them.
     """
-    plan: dict[str, str] = dict(family.projections)
+    if family.projections:
+        return match_tensor_plan(dict(family.projections), model)
+    plan: dict[str, str] = {}
     for glob, how in get_tensor_plan(model).items():
         if how in _VOCABULARY:
             continue
         if how not in _SPLITS:
             return {}
         plan[glob] = _SPLITS[how]
-    if family.projections:
-        return match_tensor_plan(plan, model)
     ends = cast(Any, model).get_input_embeddings(), cast(Any, model).get_output_embeddings()
     plan |= {name: "vocab" for name, module in model.named_modules() if module in ends}
     return match_tensor_plan(plan, model)

@@ -58,6 +58,7 @@ _GPT = Decoder(True, True, True, gated=False, layernorm=True)
 _GEMMA = Decoder("attention_bias", "attention_bias", tied=True, head_dim=256)
 _GEMMA_2 = replace(_GEMMA, norms=4, window=4096, refused=("use_bidirectional_attention",))
 _QWEN2, _QWEN3 = Decoder(query_bias=True), Decoder("attention_bias", "attention_bias", query_key_norm="head")
+_OLMO2 = Decoder("attention_bias", "attention_bias", query_key_norm="full")
 _DECODERS = {
     "llama": Decoder("attention_bias", "attention_bias", "mlp_bias"),
     "mistral": Decoder(window=4096),
@@ -67,7 +68,8 @@ _DECODERS = {
     "gemma2": replace(_GEMMA_2, pattern=2, softcaps=(50.0, 30.0), eager=True),
     "gemma3_text": replace(_GEMMA_2, query_key_norm="head", pattern=6),
     "phi": replace(_GPT, head_bias=True, norms=1, parallel_block=True, refused=("qk_layernorm",)),
-    "olmo2": Decoder("attention_bias", "attention_bias", query_key_norm="full"),
+    "olmo2": _OLMO2,
+    "olmo3": replace(_OLMO2, window=4096, pattern=4),
     "gpt2": replace(_GPT, tied=True, refused=("add_cross_attention",)),
     "gpt_neox": Decoder(
         "attention_bias", "attention_bias", True, gated=False, layernorm=True, parallel_block="use_parallel_residual"

@@ -12,7 +12,6 @@ from typing import Literal
 Task = Literal["causal_lm", "masked_lm", "seq2seq_lm", "image_classification"]
 
 _FUSED = "its q, k and v are one matrix in an order that no rank can take an equal part of"
-_NORM_OVER_HEADS = "it normalises q and k over all heads at once"
 _EXPERTS = "its experts are one tensor"
 _UNTESTED = "nobody has compared its numbers yet"
 _NO_PLAN = "transformers has no pipeline plan for it"
@@ -37,7 +36,7 @@ class Family:
     unused: tuple[str, ...] = ()
     """Globs of parameters that no forward of the task uses: they are frozen."""
     projections: tuple[tuple[str, str], ...] = ()
-    """Tensor plan, as (glob, how) with our words, of a family for which transformers has none."""
+    """Tensor plan, as (glob, how) with our words, of a family for which transformers has none that splits attention."""
     packs: bool = True
     """Its code keeps packed documents apart by positions that restart."""
     tested: bool = True
@@ -73,6 +72,16 @@ _OPT = (
     ),
     ("model.decoder.layers.*.self_attn", "attention"),
 )
+_OLMO = (
+    *_split_projections(
+        "model.layers",
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
+        ("self_attn.o_proj", "mlp.down_proj"),
+    ),
+    ("model.layers.*.self_attn.[qk]_norm", "all_heads"),
+    ("model.embed_tokens", "vocab"),
+    ("lm_head", "vocab"),
+)
 _T5_ATTENTION = ("SelfAttention", "EncDecAttention")
 _T5 = (
     *_split_projections(
@@ -92,7 +101,8 @@ FAMILIES: tuple[Family, ...] = (
     Family("gemma2", "Gemma 2", "causal_lm", context="it caps attention scores, which no ring does"),
     Family("gemma3_text", "Gemma 3", "causal_lm"),
     Family("phi", "Phi", "causal_lm"),
-    Family("olmo2", "OLMo 2", "causal_lm", tensor=_NORM_OVER_HEADS),
+    Family("olmo2", "OLMo 2", "causal_lm", projections=_OLMO),
+    Family("olmo3", "OLMo 3", "causal_lm", projections=_OLMO),
     Family("gpt2", "GPT-2", "causal_lm", tensor=_FUSED, pipeline=_NO_PLAN, casts=False),
     Family("gpt_neox", "GPT-NeoX", "causal_lm"),
     Family("mixtral", "Mixtral", "causal_lm", tensor=_EXPERTS, pipeline=_UNTESTED),

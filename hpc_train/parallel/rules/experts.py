@@ -16,11 +16,6 @@ def check_expert_rules(config: RunConfig, degrees: Degrees) -> None:
     has_experts = isinstance(model, TransformerConfig) and model.experts.count > 0
     if isinstance(model, TransformerConfig):
         check_transformer(model)
-        if degrees.tp > 1 and model.query_key_norm == "full":
-            raise UserError(
-                f"parallel.tp={degrees.tp}: model.query_key_norm=full is a norm over all heads, which tp splits; use "
-                f"parallel.{'ep, ' if has_experts else ''}dp_shard, cp or pp"
-            )
     if ep > 1:
         _check_degree(config, degrees)
         if not has_experts and not isinstance(model, CustomModelConfig):

@@ -176,8 +176,8 @@ _MODELS = (
     Technique(
         name="OLMo 2 and 3: norms of results only, queries and keys normalised over all heads",
         option="model.pre_norms=false model.post_norms=true model.query_key_norm=full",
-        done_by="our own layers",
-        needs="no tp, not latent attention",
+        done_by="our own layers; tp adds up the squares of its heads",
+        needs="not latent attention",
         proof="tests/parallel/test_matrix.py",
     ),
     Technique(

@@ -75,6 +75,10 @@ class TensorAxis:
         """Gather all positions for a layer that every rank runs whole."""
         return _exchange(x, self.gather, self.select_own) if self.sequence else x
 
+    def add(self, x: Tensor) -> Tensor:
+        """Sum over ranks what every rank goes on to use with its own values; backward sums as well."""
+        return _exchange(x, self.sum, self.sum)
+
     def gather(self, x: Tensor) -> Tensor:
         """Gather (B, T / size, ...) of each rank into (B, T, ...)."""
         parts = x.new_empty(self.size, *x.shape)
@@ -197,20 +201,24 @@ def split_columns(
     unit = int(getattr(parent, "head_dim", 1))
     heads = max(layer.out_features for layer in layers.values()) // unit
     for name, layer in layers.items():
-        units = layer.out_features // unit  # heads, or single columns
-        layout = ParameterLayout(Shard(0))
-        # Each rank has all of such a layer, but only the gradient of the heads that it has used: partial, to be
-        # summed.
-        if units % axis.size:
-            _check_columns(name, units, heads, axis, unit)
-            layout = ParameterLayout(
-                partial=True, units=assign_kv_heads(heads, units, axis.rank, axis.size), unit_rows=unit
-            )
+        layout = lay_out_heads(name, layer.out_features // unit, heads, unit, axis)
         layouts.update(
             {(layer, key): layout for key in ("weight", "bias", NF4_CODES, NF4_SCALES, ADAPTER_B, ADAPTER_MAGNITUDE)}
         )
         layouts[layer, ADAPTER_A] = ParameterLayout(partial=True)  # whole; each rank's columns add to its gradient
     _replace_forwards(parent, list(layers.values()), make_column_products(axis, asynchronous))
+
+
+def lay_out_heads(name: str, units: int, heads: int, unit: int, axis: TensorAxis) -> ParameterLayout:
+    """Lay out a parameter with rows for `units` heads, or single columns, of an attention with `heads` query heads.
+
+    unit: rows of a head. Raises UserError where neither units nor heads divide.
+    """
+    if units % axis.size == 0:
+        return ParameterLayout(Shard(0))
+    _check_columns(name, units, heads, axis, unit)
+    # Each rank has all of it, but only the gradient of the heads that it has used: partial, to be summed.
+    return ParameterLayout(partial=True, units=assign_kv_heads(heads, units, axis.rank, axis.size), unit_rows=unit)
 
 
 def _replace_forwards(parent: nn.Module, layers: list[nn.Linear], products: ColumnProducts) -> None:

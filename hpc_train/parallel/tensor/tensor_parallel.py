@@ -68,6 +68,7 @@ def _split_layers(
 ) -> None:
     """Split the modules of a part as the tensor plan says: names -> styles, in the order of the plan."""
     groups: dict[str, dict[str, nn.Linear]] = {}
+    norms: dict[str, dict[str, nn.Module]] = {}
     for name, style in plan.items():
         module = part.get_submodule(name)
         if style == "seq" and axis.sequence:
@@ -82,6 +83,8 @@ def _split_layers(
             head_layers.enter_heads(module, axis)
         elif style == "heads":
             head_layers.split_head_norm(module, layouts)
+        elif style == "all_heads":
+            norms.setdefault(name.rpartition(".")[0], {})[name] = module
         elif style == "attention":
             head_layers.count_local_heads(name, module, axis)
         elif style == "head_bias":
@@ -93,6 +96,10 @@ def _split_layers(
     # Column-parallel layers of one parent have the same input, which is then gathered once for all of them.
     for parent, group in groups.items():
         layers.split_columns(part.get_submodule(parent), group, axis, asynchronous, layouts)
+    for parent, group_norms in norms.items():
+        from hpc_train.parallel.tensor.full_norms import split_full_norms
+
+        split_full_norms(part.get_submodule(parent), group_norms, axis, layouts)
 
 
 def _list_vocabulary(plan: dict[str, str]) -> list[str]:

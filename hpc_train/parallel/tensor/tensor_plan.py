@@ -15,6 +15,7 @@ _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
     "vocab": (nn.Linear, nn.Embedding),  # each rank has some of the tokens
     "seq": (nn.Module,),  # each rank runs the whole module on its own positions
     "heads": (nn.Module,),  # each rank runs the whole module, such as a norm of queries, on its own heads
+    "all_heads": (nn.Module,),  # a root-mean-square norm over all heads, of which each rank has some
     "enter": (nn.Identity,),  # where an activation that all heads share passes to the heads of each rank
     "attention": (nn.Module,),  # code that must count this rank's heads only
     "head_bias": (nn.Embedding,),  # a column for each head, of which each rank returns its own

@@ -215,7 +215,9 @@ def _our_token_activations(jobs: Jobs) -> tuple[Column, Column, Column]:
     products = (1 + jobs.gated) * jobs.feed_forward / jobs.tp * item
     if np.any(jobs.head_norms):
         normalised = (jobs.heads / jobs.tp + jobs.rank_key_heads) * jobs.head_dim
-        heads = heads + jobs.head_norms * normalised * (item + choose(item < _WIDE, _WIDE + item, item))
+        # A norm over heads that tp splits keeps only its input (parallel.tensor.full_norms).
+        results = choose((jobs.full_norms > 0) & (jobs.tp > 1), 0.0, choose(item < _WIDE, _WIDE + item, item))
+        heads = heads + jobs.head_norms * normalised * (item + results)
     if jobs.has_latent:
         heads = heads + choose(jobs.key_rank > 0, _latent_bytes(jobs), 0.0)
     if jobs.has_experts:

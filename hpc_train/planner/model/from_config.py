@@ -183,6 +183,7 @@ def make_model_columns(model: ModelConfig, sequence: int) -> dict[str, float]:
             "learned_positions": model.max_positions if model.positions == "learned" else 0,
             "dropout": model.dropout > 0,
             "head_norms": model.query_key_norm != "none",
+            "full_norms": model.query_key_norm == "full",
             "output_norms": model.pre_norms and model.post_norms,
             "capped_logits": model.logit_softcap is not None,
             "sequence": sequence,

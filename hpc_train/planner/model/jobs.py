@@ -193,6 +193,8 @@ class Jobs:
     """Index into CUDA_GRAPHS."""
     head_norms: Column = field(default_factory=_zero)
     """1: queries and keys have norms of their own."""
+    full_norms: Column = field(default_factory=_zero)
+    """1: these norms are over all heads together, whose squares tp ranks add up (OLMo 2)."""
     composite_norms: Column = field(default_factory=_zero)
     """1: norms of several kernels each, which compute in fp32, where nothing fuses them (RMSNorm of published PyTorch
     stacks before PyTorch had a kernel for it). hpc_train's are one kernel."""

@@ -112,7 +112,8 @@ def _tensor_seconds(jobs: Jobs, constants: Constants) -> tuple[Column, Column]:
     """Return the exposed seconds of tp in one layer: (forward, backward).
 
     Each has two all-reduces of the micro-batch's activations, or as many pairs of gather and scatter, which take as
-    long (traffic.model_axes.count_block_calls). Communication of recomputation counts as backward.
+    long (traffic.model_axes.count_block_calls); norms over all heads have one more, of their sums of squares.
+    Communication of recomputation counts as backward.
     """
     size = jobs.micro_batch * jobs.sequence / jobs.cp * jobs.hidden * jobs.activation_bytes
     once = all_reduce_seconds(make_rank_group(jobs, constants, jobs.tp, np.ones(()), jobs.overlap_tensor), size)
@@ -124,8 +125,13 @@ def _tensor_seconds(jobs: Jobs, constants: Constants) -> tuple[Column, Column]:
     once = once + choose((jobs.stack >= FSDP) & (jobs.sequence_parallel > 0) & (jobs.tp > 1), copies, 0.0)
     exposed = 1 - choose(jobs.overlap_tensor > 0, constants.overlap_tensor, 0.0)
     again = choose(jobs.recompute == FULL, jobs.recompute_share, 0.0)
-    sums = 2 - jobs.parallel_block
-    return sums * once * exposed, sums * (1 + again) * once * exposed
+    sums = (2 - jobs.parallel_block) * once * exposed
+    if np.any(jobs.full_norms):  # two numbers of a token, which nothing overlaps
+        small = 2 * jobs.micro_batch * jobs.sequence / jobs.cp * np.maximum(jobs.activation_bytes, 4)
+        sums = sums + jobs.full_norms * all_reduce_seconds(
+            make_rank_group(jobs, constants, jobs.tp, np.ones(())), small
+        )
+    return sums, (1 + again) * sums
 
 
 def _context_seconds(jobs: Jobs, constants: Constants, work: LayerWork) -> Column:

@@ -42,7 +42,7 @@ class DegreeLimits:
     experts: int = 0
     """Experts of a layer; 0: none."""
     tensor: bool = True
-    """Whether tp is allowed: not with products in 8 bits, norms over all heads, or dropout of adapters."""
+    """Whether tp is allowed: not with products in 8 bits, or dropout of adapters."""
     blocks: int = 0
     """Number that tp must also divide: blocks of 8-bit moments in a row that tp splits; 0: no such limit."""
     positions: bool = True
@@ -78,9 +78,7 @@ def find_degree_limits(config: RunConfig, global_batch: int | None = None) -> De
         ddp_reduces=config.precision.reduce == native,
         split_backward=not parallel.compile and not experts,
         experts=experts,
-        tensor=config.precision.float8 == "none"
-        and getattr(model, "query_key_norm", "none") != "full"
-        and config.adapter.dropout == 0,
+        tensor=config.precision.float8 == "none" and config.adapter.dropout == 0,
         blocks=_count_split_blocks(config),
         positions=not isinstance(model, CountedTransformer),
         adapter=config.adapter.kind != "none",
