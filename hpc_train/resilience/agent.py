@@ -4,7 +4,8 @@
 It opens no port and reads nothing from shared storage. It obeys lines on its standard input: `stop` asks the ranks of
 its node to save and stop, `kill` kills them, `end` lets it end after the ranks, `leave` lets it end before them. If its
 standard input ends without such a line, the supervisor was killed: the agent then stops reporting, and leaves the
-ranks' entries to the agent of the next supervisor. Standard library only.
+ranks' entries to the agent of the next supervisor. An agent that hears nothing, not even `ping`, ends once its ranks
+have. Standard library only.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from hpc_train.resilience.deadlines import make_hang_limits
 from hpc_train.resilience.heartbeat import Phase, kill_ranks, read_beats, remove_entries, signal_ranks
 from hpc_train.resilience.incident import read_machine
 from hpc_train.resilience.notices import NoticeWatch
-from hpc_train.resilience.watch import GONE, LOOK_SECONDS, NodeWatch, RankView, read_process_state, seconds_to_next_look
+from hpc_train.resilience.watch import (
+    GONE,
+    LOOK_SECONDS,
+    NodeWatch,
+    RankView,
+    WatchClock,
+    read_process_state,
+    seconds_to_next_look,
+)
 
 REPORT_SECONDS = 1.0
 """Seconds between two reports."""
@@ -37,6 +46,15 @@ END = b"end\n"
 """Message by which the supervisor has the agents end, once the ranks have."""
 LEAVE = b"leave\n"
 """Message by which the supervisor has the agents end while the ranks go on, before it starts new agents."""
+PING = b"ping\n"
+"""Message that says only that the supervisor is there."""
+PING_SECONDS = 10.0
+"""Seconds between two such messages."""
+_ALONE_SECONDS = 60.0
+"""After how long without a message an agent whose ranks have ended does so, too.
+
+Slurm does not end it on a node that was taken from the job and is back at once.
+"""
 
 
 @dataclass(frozen=True)
@@ -106,6 +124,7 @@ def run_agent(logs: Path, settings: dict[str, Any]) -> None:
     limits = make_hang_limits(settings["hang"], settings["compiles"], settings["last_try"])
     watch = NodeWatch(logs, limits, learned=learned)
     notices, notice, overdue = NoticeWatch(**settings["notice"]), "", False
+    alone, clock = 0.0, WatchClock()
     while True:
         views = watch.look()
         notice = notice or notices.poll() or ""
@@ -117,10 +136,13 @@ def run_agent(logs: Path, settings: dict[str, Any]) -> None:
             # One unbuffered write a line: the supervisor never reads half a report of an agent that was killed.
             os.write(1, encode_report(report).encode() + b"\n")
         readable, _, _ = select.select([0], [], [], seconds_to_next_look(views))
-        if not readable:
+        alone += clock.tick()
+        forgotten = alone > _ALONE_SECONDS and all(view.ended for view in views)
+        if not readable and not forgotten:
             continue
         # Several messages may arrive in one read, so each is searched for. No bytes mean end of file.
-        messages = os.read(0, 4096)
+        messages = os.read(0, 4096) if readable else END
+        alone = 0.0
         if STOP in messages:
             signal_ranks(logs, signal.SIGUSR2)
         if KILL in messages:

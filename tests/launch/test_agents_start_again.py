@@ -19,8 +19,8 @@ from hpc_train.launch.slurm.supervisor import agent_reports, srun_errors
 from hpc_train.launch.slurm.supervisor.agent_reports import AGENTS, RANKS, AgentReports, NodeProbe
 from hpc_train.launch.slurm.supervisor.job_steps import open_process, signal_step
 from hpc_train.launch.slurm.supervisor.srun_errors import PeerFailures, SrunErrors
-from hpc_train.resilience.agent import Report, encode_report
-from hpc_train.resilience.heartbeat import Phase
+from hpc_train.resilience.agent import END, PING, Report, encode_report
+from hpc_train.resilience.heartbeat import Heartbeat, Phase, find_folder
 from hpc_train.resilience.watch import RankView
 
 LIMIT = 0.5
@@ -234,6 +234,53 @@ def test_agents_that_all_say_nothing_are_replaced_and_leave_the_ranks_alone(
     assert {node.silent for node in made.nodes.values()} == {-agent_reports._AGENT_START_SECONDS}
     made.close(0.1)
     assert orders.read_text() == "leave\nend\n"
+
+
+AGENT = """
+import json, sys
+from hpc_train.config.plain_config import config_to_dict
+from hpc_train.config.resilience import ResilienceConfig
+from hpc_train.resilience import agent
+agent._ALONE_SECONDS = 0.5
+settings = {**config_to_dict(ResilienceConfig()), "compiles": False, "last_try": False, "learned": {}}
+agent.main(sys.argv[1], json.dumps(settings))
+"""
+
+
+@pytest.mark.parametrize("left", ["nothing", "a rank", "a supervisor"])
+def test_an_agent_that_nobody_ends_leaves_after_its_ranks(tmp_path: Path, left: str) -> None:
+    """Its standard input stays open, as where Slurm has forgotten its job step."""
+    beat = Heartbeat(tmp_path, 0) if left == "a rank" else None
+    with subprocess.Popen([sys.executable, "-c", AGENT, str(tmp_path)], stdin=-1, stdout=-1) as agent:
+        assert agent.stdin is not None
+        assert agent.stdout is not None
+        agent.stdout.readline()
+        if left == "nothing":
+            assert agent.wait(60) == 0
+            return
+        for _ in range(8):
+            time.sleep(0.2)
+            if left == "a supervisor":
+                agent.stdin.write(PING)
+                agent.stdin.flush()
+        assert agent.poll() is None
+        agent.stdin.write(END)
+        agent.stdin.flush()
+        assert agent.wait(60) == 0
+    assert beat is None or not find_folder(tmp_path).exists()
+
+
+def test_the_supervisor_says_that_it_is_there(
+    reports: AgentReports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[bytes] = []
+    monkeypatch.setattr(reports, "send", sent.append)
+    reports.read(0.1)
+    assert sent == []
+    reports._ping_due = 0.0
+    reports.read(0.1)
+    reports.read(0.1)
+    assert sent == [PING]
 
 
 def test_agents_that_report_are_left_alone(reports: AgentReports) -> None:

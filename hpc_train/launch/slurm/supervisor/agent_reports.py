@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.launch.slurm.supervisor.srun_errors import SrunErrors
-from hpc_train.resilience.agent import END, LEAVE, Report, decode_report, name_this_node
+from hpc_train.resilience.agent import END, LEAVE, PING, PING_SECONDS, Report, decode_report, name_this_node
 from hpc_train.resilience.deadlines import merge_learned
 from hpc_train.resilience.heartbeat import Phase
 from hpc_train.resilience.watch import RankView
@@ -92,6 +92,7 @@ class AgentReports:
     """Nodes without an agent that are not lost."""
     _unparsed: bytes = b""
     _last_read: float = field(default_factory=time.monotonic)
+    _ping_due: float = field(default_factory=lambda: time.monotonic() + PING_SECONDS)
 
     def __post_init__(self) -> None:
         self._begin()
@@ -161,6 +162,9 @@ class AgentReports:
                 if self._parse_reports(data):
                     break
         now = time.monotonic()
+        if now > self._ping_due:
+            self._ping_due = now + PING_SECONDS
+            self.send(PING)
         for node in self.nodes.values():
             node.silent += min(now - self._last_read, 2 * seconds)
         self._last_read = now
