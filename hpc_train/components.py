@@ -26,7 +26,7 @@ _USER_OS_ERRORS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, Per
 """Errors of the operating system that are mistakes in paths; others are faults of the machine."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # each is one of a kind
 class ComponentKind:
     """A kind of component that users can register, and the setting that names one."""
 

@@ -79,7 +79,12 @@ def seal_config(config: T) -> T:
     """Make a config and all configs inside it read-only; returns it."""
     for item in fields(config):  # type: ignore[arg-type]
         value = getattr(config, item.name)
-        if is_dataclass(value) and not isinstance(value, type):
+        if is_dataclass(value) and not isinstance(value, type) and not is_sealed(value):
             seal_config(value)
     object.__setattr__(config, SEALED_ATTRIBUTE, True)
     return config
+
+
+def is_sealed(config: Any) -> bool:
+    """Whether a config was made read-only, and all configs inside it."""
+    return getattr(config, SEALED_ATTRIBUTE, False)

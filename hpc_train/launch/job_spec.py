@@ -75,12 +75,14 @@ def make_spec(
     degrees: dict[str, int],
     store: Path | None = None,
     code: Snapshot | None = None,
+    plain: dict[str, Any] | None = None,
 ) -> JobSpec:
     """Build the spec of a run in this folder.
 
-    store: the token store that it reads; code: the snapshot that it imports.
+    store: the token store that it reads; code: the snapshot that it imports. plain: the config as config_to_dict
+    returns it, where the caller has it; it becomes the spec's.
     """
-    container = config_to_dict(config) | {"run_dir": str(folder.path)}
+    container = (config_to_dict(config) if plain is None else plain) | {"run_dir": str(folder.path)}
     _make_folders_absolute(container)
     if store is not None:
         container["data"]["path"] = str(store.absolute())

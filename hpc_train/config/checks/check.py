@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
+from collections.abc import Collection
 from dataclasses import fields, is_dataclass
 from importlib.metadata import entry_points
 from typing import Any
@@ -40,10 +41,13 @@ _UNCOMPRESSED = {
 """Settings of checkpoint that exclude compression, and why."""
 
 
-def check_config(config: RunConfig) -> RunConfig:
-    """Raise UserError for the first value that is out of range or contradicts another; returns the config."""
+def check_config(config: RunConfig, checked: Collection[str] = ()) -> RunConfig:
+    """Raise UserError for the first value that is out of range or contradicts another; returns the config.
+
+    checked: names of groups whose values were found in range before.
+    """
     _check_block_formats(config)
-    check_group(config, "")
+    check_group(config, "", checked)
     check_cluster(config.cluster)
     _check_length(config)
     _check_optim(config)
@@ -72,10 +76,15 @@ def _check_block_formats(config: RunConfig) -> None:
         )
 
 
-def check_group(config: Any, path: str) -> None:
-    """Raise UserError for the first value of one group's config that is out of range. path: its name, with a dot."""
+def check_group(config: Any, path: str, checked: Collection[str] = ()) -> None:
+    """Raise UserError for the first value of one group's config that is out of range.
+
+    path: its name, with a dot. checked: names of values to pass over.
+    """
     for item in fields(config):
         value, where = getattr(config, item.name), f"{path}{item.name}"
+        if where in checked:
+            continue
         if is_dataclass(value):
             check_group(value, f"{where}.")
         elif isinstance(value, list) and any(is_dataclass(element) for element in value):

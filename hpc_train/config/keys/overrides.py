@@ -16,7 +16,7 @@ from omegaconf import DictConfig, ListConfig
 from hpc_train.config.keys.groups import GROUPS, find_option_files, read_default_options
 from hpc_train.config.parallel import ParallelConfig
 from hpc_train.config.run import RunConfig
-from hpc_train.config.schema import SEALED_ATTRIBUTE
+from hpc_train.config.schema import SEALED_ATTRIBUTE, is_sealed
 from hpc_train.errors import UserError
 from hpc_train.near_names import MAX_SUGGESTIONS, did_you_mean, suggest_names
 
@@ -165,7 +165,7 @@ def find_unknown_field(config: Any, path: str = "") -> str | None:
     for name, value in vars(config).items():
         if name not in names and name != SEALED_ATTRIBUTE:
             return f"+{path}{name}: nothing reads this key; {suggest_names(name, names)}"
-        if is_dataclass(value) and (unknown := find_unknown_field(value, f"{path}{name}.")):
+        if is_dataclass(value) and not is_sealed(value) and (unknown := find_unknown_field(value, f"{path}{name}.")):
             return unknown
     return None
 

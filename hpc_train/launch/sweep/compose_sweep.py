@@ -35,6 +35,8 @@ class _Base:
     config: DictConfig
     _parts: dict[str, Any] = field(default_factory=dict)
     """Parts of the runs composed so far. Runs share the parts without a swept value, since these are read-only."""
+    _checked: set[str] = field(default_factory=set)
+    """Names of those parts whose values were found in range."""
 
     def compose_run(self, quick: Sequence[Override], words: Overrides, config_dir: str | None) -> RunConfig:
         """Write the swept values into the composed groups, and make the run of them.
@@ -48,7 +50,9 @@ class _Base:
             return make_typed(self.config, words, config_dir)
         with refuse_secret_variables():
             self._make_parts({item.key_or_group.partition(".")[0] for item in quick})
-        return check_and_seal(RunConfig(**self._parts), words, config_dir)
+        config = check_and_seal(RunConfig(**self._parts), words, config_dir, self._checked)
+        self._checked.update(self._parts)
+        return config
 
     def _make_parts(self, swept: set[str]) -> None:
         """Make the parts of a run: only those with a swept value are made again."""
@@ -57,6 +61,7 @@ class _Base:
             if name in changed or name not in self._parts:
                 node = self.config._get_node(name)
                 self._parts[name] = OmegaConf.to_object(node) if OmegaConf.is_config(node) else self.config[name]
+                self._checked.discard(name)
 
     @cached_property
     def _apart(self) -> bool:

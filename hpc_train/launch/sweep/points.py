@@ -216,7 +216,7 @@ class PointFreezer:
             container["data"]["path"] = store.name  # one that is built is named by what is in it
         digest = digest_config(container)
         name = make_point_id(combination.swept, digest)
-        spec = make_spec(config, self._locate_run(config, name), ranks, asdict(degrees), store)
+        spec = make_spec(config, self._locate_run(config, name), ranks, asdict(degrees), store, plain=container)
         schedule = read_schedule_file(config)
         files = {"plan.json": why, "schedule.csv": schedule}
         written = {file: text for file, text in files.items() if text is not None}
