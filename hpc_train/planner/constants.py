@@ -102,6 +102,9 @@ class Constants:
     """Seconds of one hop over the network; NCCL's own tuning assumes 1.4e-5."""
     overlap_data: float = _declare_fitted(0.8, 0.0, 1.0)
     """Share of overlapping computation that hides data-parallel communication."""
+    contention: float = _declare_fitted(0.0, 0.0, 0.6)
+    """Seconds by which a second of hidden data-parallel communication slows down the computation that hides it:
+    collectives take multiprocessors and memory bandwidth."""
     overlap_tensor: float = _declare_fitted(0.5, 0.0, 1.0)
     """Share of tp's communication that asynchronous tensor parallelism hides."""
     pipeline_exposed: float = _declare_fitted(1.0, 0.0, 2.0)
@@ -137,10 +140,21 @@ class Constants:
     """headroom of DeepSpeed, whose residuals are wider: one run ran out of memory with 0.79 of it predicted."""
     headroom_unmeasured: float = 0.1
     """headroom of hpc_train itself, for which there are no published large runs."""
-    spread: float = 0.12
-    """Standard deviation of log(measured / predicted) of step time, from cross-validation."""
+    spread: float = 0.05
+    """Standard deviation of log(measured / predicted) of step time of runs whose source the fit has not seen: of
+    Megatron in 16 bits on A100 and H100, and of all that has no constant of its own."""
+    spread_narrow: float = 0.07
+    """The same for Megatron in 8 or 4 bits: no column says how its operands are scaled."""
+    spread_deepspeed: float = 0.1
+    """The same for DeepSpeed."""
+    spread_fsdp: float = 0.08
+    """The same for PyTorch's own sharding without tensor parallelism; of groups that the fit has not seen, since one
+    source has nearly all runs."""
     spread_pytorch: float = 0.15
-    """Standard deviation for tensor parallelism of PyTorch's stacks."""
+    """The same for tensor parallelism of PyTorch's stacks, from the runs that were fitted to: few sources have it, and
+    a fit without one of them has not seen what it has."""
+    spread_blackwell: float = 0.1
+    """Least spread on Blackwell and later."""
     spread_experts: float = 0.15
     """Standard deviation for mixtures of experts, from the fitted runs: those of each GPU are predicted by a fit to all
     others."""

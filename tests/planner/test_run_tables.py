@@ -88,6 +88,14 @@ def test_what_columns_say(cells: dict[str, dict[str, str]]) -> None:
     assert np.isnan(run(cells, "korth-f1-530B-selective").seconds)
 
 
+def test_more_columns_of_pytorch_and_of_experts(cells: dict[str, dict[str, str]]) -> None:
+    titan = run(cells, "titan-t1-8B-8-1", separate_gathers="1").columns
+    assert (titan["reduce_bytes"], titan["separate_gathers"]) == (4, 1)
+    assert run(cells, "titan-t1-8B-8-1", reduce_bytes="2").columns["reduce_bytes"] == 2
+    groups = run(cells, "titan-t1-8B-8-1", expert_groups="8", group_top_k="4", dispatch_bytes="1").columns
+    assert (groups["routed_share"], groups["dispatch_bytes"]) == (0.5, 1)
+
+
 def test_megatron_is_that_of_its_year(cells: dict[str, dict[str, str]]) -> None:
     old, new = (run(cells, "sc21-t1-39.1B", attention="", year=year).columns for year in ("2021", "2024"))
     assert (old["fused_attention"], new["fused_attention"]) == (0, 1)

@@ -11,6 +11,7 @@ from planner_runs import run
 from hpc_train.planner.constants import Constants, default_constants
 from hpc_train.planner.model.from_config import jobs_from_config
 from hpc_train.planner.model.jobs import (
+    DEEPSPEED,
     FSDP,
     MEGATRON,
     RECOMPUTE,
@@ -228,3 +229,73 @@ def test_norms_of_several_kernels_and_of_heads_take_longer_unless_compiled() -> 
         assert without < with_them, name
     same, compiled = estimate_jobs(job(stack=FSDP, fused_elementwise=1, composite_norms=[0, 1]), CONSTANTS).time.compute
     assert same == compiled
+
+
+SHARDED = {"stack": FSDP, "zero": 3, "dp_replicate": 1, "dp_shard": 64, "overlap_data": 1}
+
+
+def test_hidden_traffic_slows_down_the_computation_that_hides_it() -> None:
+    free, taken = (
+        float(estimate_jobs(job(**SHARDED, tp=1, pp=1), replace(CONSTANTS, contention=share)).time.data)
+        for share in (0.0, 0.5)
+    )
+    assert free < taken
+    exposed = job(**{**SHARDED, "overlap_data": 0}, tp=1, pp=1)
+    same = {float(estimate_jobs(exposed, replace(CONSTANTS, contention=share)).time.data) for share in (0.0, 0.5)}
+    assert len(same) == 1, "nothing is hidden"
+
+
+def test_gathers_of_all_micro_batches_overlap_also_if_the_last_one_alone_reduces() -> None:
+    """Seconds that a step waits grow with the reductions, not with micro-batches whose gathers are hidden."""
+    constants = replace(CONSTANTS, contention=0.0)
+    once, each = (
+        estimate_jobs(job(**SHARDED, tp=1, pp=1, reduce_once=flag, global_batch=[128, 1024]), constants).time.data
+        for flag in (1, 0)
+    )
+    assert once[1] < 4 * once[0]
+    assert (once <= each * 1.001).all()
+
+
+def test_traffic_over_tp_hides_traffic_over_dp() -> None:
+    slow = replace(CONSTANTS, contention=0.0, link_efficiency=0.05)
+    wait, more = (
+        estimate_jobs(job(**SHARDED, tp=8, pp=1, nic_bandwidth=2e9), constants).time.data
+        for constants in (replace(CONSTANTS, contention=0.0), slow)
+    )
+    assert more < wait, "a longer layer hides more"
+
+
+def test_layers_that_gather_their_inputs_by_themselves_wait_longer_and_compiled_ones_less_so() -> None:
+    tensor = {"stack": FSDP, "tp": 8, "sequence_parallel": 1, "separate_gathers": [0, 1]}
+    shared, separate = estimate_jobs(job(**tensor, fused_elementwise=0), CONSTANTS).time.tensor
+    same, compiled = estimate_jobs(job(**tensor, fused_elementwise=1), CONSTANTS).time.tensor
+    assert shared == same < compiled < separate < 2 * shared
+
+
+def test_inputs_are_gathered_in_8_bits_if_all_ranks_share_a_scale() -> None:
+    tensor = {"stack": FSDP, "tp": 8, "sequence_parallel": 1, "recompute": 0}
+    wide, one_scale, rows = (
+        float(estimate_jobs(job(**tensor, float8=recipe), CONSTANTS).time.tensor) for recipe in (0, 1, 2)
+    )
+    assert one_scale == pytest.approx(7 / 8 * wide)
+    assert rows == wide
+
+
+def test_tokens_travel_to_fewer_nodes_if_the_router_may_choose_from_few_and_in_fewer_bytes() -> None:
+    experts = {"experts": 64, "top_k": 8, "expert_width": 4096, "dp_shard": 64, "zero": 1, "ep": 64, "sends_once": 1}
+    alone = {**experts, "dp_replicate": 1, "tp": 1, "pp": 1}
+    everywhere, few = estimate_jobs(job(**alone, routed_share=[1, 0.25]), CONSTANTS).time.experts
+    wide, narrow = estimate_jobs(job(**alone, dispatch_bytes=[2, 1]), CONSTANTS).time.experts
+    assert few < 0.5 * everywhere
+    assert narrow == pytest.approx(0.75 * wide, rel=0.05)
+
+
+def test_bands_differ_by_stack_and_generation() -> None:
+    def spread(**columns: object) -> float:
+        return float(np.max(estimate_jobs(job(**columns), CONSTANTS).time.spread))
+
+    assert spread(stack=MEGATRON) == CONSTANTS.spread
+    assert spread(stack=MEGATRON, peak_flops=1979e12, peak_flops_attention=989e12) == CONSTANTS.spread_narrow
+    assert spread(stack=MEGATRON, peak_flops=2500e12, peak_flops_attention=2500e12) == CONSTANTS.spread_blackwell
+    assert spread(stack=DEEPSPEED) == CONSTANTS.spread_deepspeed
+    assert (spread(stack=FSDP, tp=1), spread(stack=FSDP)) == (CONSTANTS.spread_fsdp, CONSTANTS.spread_pytorch)

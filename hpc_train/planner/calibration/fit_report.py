@@ -15,6 +15,7 @@ from statistics import NormalDist
 import numpy as np
 
 from hpc_train.planner.calibration.fit import (
+    FOLDS,
     HeldOutFit,
     assign_fold,
     calibrate_constants,
@@ -34,7 +35,7 @@ from hpc_train.planner.calibration.validate import (
     summarize_errors,
 )
 from hpc_train.planner.constants import Constants, replace_values
-from hpc_train.planner.model.jobs import FSDP
+from hpc_train.planner.model.jobs import DEEPSPEED, FSDP
 from hpc_train.planner.model.products import is_blackwell
 
 A100_GPT = ("sc21", "korth", "megascale", "zb", "vtrain", "bloom", "mtnlg")
@@ -85,7 +86,7 @@ def fit_report(runs: Sequence[MeasuredRun], options: FitOptions) -> FitReport:
         if options.folds > 1
         else []
     )
-    constants = replace_values(constants, _fit_spreads(folds))
+    constants = replace_values(constants, _fit_spreads(trained, folds, constants) if folds else {})
     clusters = fit_leaving_out(runs, lambda run: run.cluster) if options.leave_out else ()
     seen = {run.id for run in trained}
     ratios = _predict_ratios(runs, constants)
@@ -105,22 +106,40 @@ def _predict_ratios(runs: Sequence[MeasuredRun], constants: Constants) -> list[f
     return [row.ratio for row in predict_runs(runs, constants)]
 
 
-def _fit_spreads(folds: Sequence[PredictedRun]) -> dict[str, float]:
-    """Return the constants that say how wide bands are, from the errors of runs that no fit had seen.
+def _fit_spreads(
+    trained: Sequence[MeasuredRun], folds: Sequence[PredictedRun], constants: Constants
+) -> dict[str, float]:
+    """Return the constants that say how wide bands are, from the runs that were fitted to alone.
 
-    Held-out runs are among them. Those with experts or products in 8 bits do not count, which have constants of their
-    own, nor those that do not state what widens their bands anyway, nor PyTorch's on Blackwell: one source fits
-    products_blackwell, and cross-validation leaves it out as a whole.
+    Each fifth of the sources is predicted by a fit to the others, as the runs to test are. PyTorch's stacks have too
+    few sources for that: one has nearly all runs without tp, so that each fifth of its groups is predicted by a fit to
+    the others; those with tp are predicted by the fit to all. folds: all runs, by fits that have not seen their groups.
     """
-    rows_by_spread: dict[str, list[PredictedRun]] = {"spread": [], "spread_pytorch": []}
-    for row in folds:
-        columns = row.run.columns
-        other = columns["experts"] > 0 or columns["peak_flops"] > columns["peak_flops_attention"]
-        other = other or (columns["stack"] == FSDP and bool(is_blackwell(np.array(columns["peak_flops_attention"]))))
-        if not (other or {"recompute", "vpp"} & set(row.run.assumed)):
-            pytorch = columns["stack"] == FSDP and columns["tp"] > 1
-            rows_by_spread["spread_pytorch" if pytorch else "spread"].append(row)
-    return {name: measure_error_spread(rows) for name, rows in rows_by_spread.items() if rows}
+    seen = {run.id for run in trained}
+    by_source = _predict_parts(fit_leaving_out(trained, lambda run: assign_fold(run.family, FOLDS)))
+    predictions = {"spread_fsdp": folds, "spread_pytorch": predict_runs(trained, constants)}
+    spreads: dict[str, float] = {}
+    for name in ("spread", "spread_narrow", "spread_deepspeed", "spread_fsdp", "spread_pytorch", "spread_blackwell"):
+        rows = [row for row in predictions.get(name, by_source) if row.run.id in seen and _name_spread(row.run) == name]
+        rows = [row for row in rows if np.isfinite(row.ratio) and "vpp" not in row.run.assumed]
+        spreads |= {name: measure_error_spread(rows)} if rows else {}
+    return spreads
+
+
+def _name_spread(run: MeasuredRun) -> str:
+    """Return the constant that says how wide the band of a run is (step_time.choose_spread); empty: none fitted."""
+    columns = run.columns
+    is_new = bool(is_blackwell(np.array(columns["peak_flops_attention"])))
+    if columns["experts"] > 0 or columns["float8"] > 0:
+        return ""
+    if columns["stack"] == FSDP:
+        # One source fits products_blackwell, and cross-validation leaves it out as a whole.
+        return "spread_pytorch" if columns["tp"] > 1 else "" if is_new else "spread_fsdp"
+    if is_new:
+        return "spread_blackwell"
+    if columns["stack"] == DEEPSPEED:
+        return "spread_deepspeed"
+    return "spread_narrow" if columns["peak_flops"] > columns["peak_flops_attention"] else "spread"
 
 
 def measure_error_spread(rows: Sequence[PredictedRun]) -> float:

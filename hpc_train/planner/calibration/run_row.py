@@ -8,7 +8,8 @@ from collections.abc import Mapping
 _COUNTS = (
     *("layers", "hidden", "ffn_hidden", "heads", "kv_heads", "head_dim", "seq", "vocab", "gpus", "gpus_per_node"),
     *("dp", "dp_replicate", "tp", "pp", "cp", "ep", "vpp", "micro_batch", "global_batch"),
-    *("top_k", "expert_hidden", "key_rank", "rotary_width", "value_dim", "gradient_bytes"),
+    *("top_k", "expert_hidden", "key_rank", "rotary_width", "value_dim", "gradient_bytes", "reduce_bytes"),
+    *("expert_groups", "group_top_k", "dispatch_bytes"),
 )
 """Columns with whole numbers of at least 1."""
 _POSITIVE = ("iter_time_s", "mem_gib")
@@ -19,7 +20,7 @@ _RATES = (
 """Columns with amounts that may be 0, which means none."""
 _FLAGS = (
     *("gated_mlp", "sp", "compile", "async_tp", "reshard", "reduce_once", "launch_blocking"),
-    *("overlap_experts", "fp8_gather", "head_norms", "composite_norms"),
+    *("overlap_experts", "fp8_gather", "head_norms", "composite_norms", "separate_gathers"),
     *("out_of_memory", "held_out"),
 )
 _MAX_VALUE = 1e12
@@ -105,6 +106,8 @@ def _find_contradiction(row: CsvRow) -> str | None:
         (stages, row.get_number("layers") + 2, "pp x vpp", "layers + 2"),
         (row.get_number("dp_replicate"), row.get_number("dp"), "dp_replicate", "dp"),
         (row.get_number("top_k"), row.get_number("experts"), "top_k", "experts"),
+        (row.get_number("group_top_k"), row.get_number("expert_groups", 1), "group_top_k", "expert_groups"),
+        (row.get_number("expert_groups"), row.get_number("experts"), "expert_groups", "experts"),
         (
             row.get_number("ep"),
             row.get_number("dp") * row.get_number("tp") * row.get_number("cp", 1),

@@ -29,6 +29,8 @@ class SoftwareTraits:
     parallel_block: bool = False
     gradient_bytes: int = 2
     """Bytes of a gradient element that is accumulated over micro-batches."""
+    reduce_bytes: int | None = None
+    """Bytes of a gradient element in reductions over data parallelism; None: gradient_bytes."""
     logit_bytes: int = 10
     """Bytes per logit at the memory peak of the loss: 16-bit, fp32 and fp32 gradient; a fused loss works in place."""
 
@@ -44,7 +46,7 @@ _MEGATRON = SoftwareTraits(
     new_attention=True,
     gradient_bytes=4,
 )
-_FSDP = SoftwareTraits("fsdp", "fsdp", fused_attention=True, overlap_data=True, gradient_bytes=4)
+_FSDP = SoftwareTraits("fsdp", "fsdp", fused_attention=True, overlap_data=True, gradient_bytes=4, reduce_bytes=2)
 _DEEPSPEED = SoftwareTraits("deepspeed", "deepspeed")
 _BY_YEAR = ("", "megatron", "megatron-lm")
 """Names that stand for the usual software of their year: Megatron-LM, which from 2023 is built on Megatron-Core."""
@@ -52,7 +54,8 @@ _NEW_MEGATRON_YEAR = 2023
 SOFTWARE = {
     **dict.fromkeys(("deepspeed", "megatron-deepspeed"), _DEEPSPEED),
     "llm-foundry": replace(_FSDP, logit_bytes=4),
-    **dict.fromkeys(("torchtitan", "fms-fsdp", "fsdp"), _FSDP),
+    **dict.fromkeys(("fms-fsdp", "fsdp"), _FSDP),
+    "torchtitan": replace(_FSDP, reduce_bytes=4),  # training.mixed_precision_reduce
     **dict.fromkeys(("megatron-bridge", "nemo", "megatron-core"), _MEGATRON),
     # FlashAttention-2, norms and activations fused, everything overlapped (section 3 of its paper).
     "megascale": replace(_MEGATRON, name="megascale", parallel_block=True, fused_elementwise=True),

@@ -102,11 +102,15 @@ def exchange_seconds(jobs: Jobs, constants: Constants) -> tuple[Column, Column]:
     # Megatron a rank sends those of its own positions, and ep takes neighbours.
     size = rank_rows(jobs, tokens) * jobs.hidden * jobs.activation_bytes * jobs.expert_tp / jobs.tp
     group = make_rank_group(jobs, constants, jobs.ep, jobs.expert_tp)
-    exchange = all_to_all_seconds(group, 2 * size, np.full((), 2.0))
+    # One way to the experts, and one back in 16 bits.
+    both_ways = 1 + jobs.dispatch_bytes / jobs.activation_bytes
+    exchange = all_to_all_seconds(group, both_ways * size, np.full((), 2.0))
     if np.any(jobs.sends_once):
         nodes = group.ranks / group.within
-        # Expected number of different nodes that have some of top_k experts, if these are drawn evenly.
-        different = nodes * (1 - (1 - 1 / nodes) ** jobs.top_k)
+        # Expected number of different nodes that have some of top_k experts, if these are drawn evenly from those that
+        # the router may choose for a token.
+        allowed = np.maximum(nodes * jobs.routed_share, 1)
+        different = allowed * (1 - (1 - 1 / allowed) ** jobs.top_k)
         exchange = exchange * choose((jobs.sends_once > 0) & (nodes > 1), different / np.maximum(jobs.top_k, 1), 1.0)
     once = constants.exchange * jobs.sparse_share * exchange
     again = choose(jobs.recompute == FULL, jobs.recompute_share, 0.0)

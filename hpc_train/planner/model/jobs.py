@@ -48,6 +48,10 @@ def _one() -> Column:
     return np.ones(())
 
 
+def _two() -> Column:
+    return np.full((), 2.0)
+
+
 @dataclass(frozen=True)
 class Jobs:
     """Jobs as columns, one job per row. Made by jobs_from_config, from a run table, or by replace_columns."""
@@ -186,6 +190,11 @@ class Jobs:
     """Tokens of the rank with the busiest experts, over the mean."""
     sends_once: Column = field(default_factory=_zero)
     """1: a token travels once to each node that has some of its experts (DeepEP), not once to each expert."""
+    routed_share: Column = field(default_factory=_one)
+    """Share of the groups of experts from which a token's experts come (DeepSeek-AI 2024, section 3.2.2: 4 of 8 groups,
+    each of which has a node for itself)."""
+    dispatch_bytes: Column = field(default_factory=_two)
+    """Bytes per element on the way to the experts; the way back is as wide as activations."""
     overlap_experts: Column = field(default_factory=_zero)
     """1: the all-to-all of one micro-batch runs beside the computation of another (DualPipe: DeepSeek-AI 2024,
     arXiv:2412.19437, section 3.2.1; Megatron-Core's overlap_moe_expert_parallel_comm). hpc_train's own does not."""
@@ -227,6 +236,9 @@ class Jobs:
     reduce_once: Column = field(default_factory=_zero)
     """1: with zero 3, gradients are reduced after the last micro-batch only, and stay whole until then. Published runs
     with set_requires_gradient_sync(False); hpc_train reduces those of each micro-batch."""
+    separate_gathers: Column = field(default_factory=_zero)
+    """1: with tp that splits positions, each linear layer gathers its input by itself (ColwiseParallel with
+    input_layouts=Shard(1)), and not queries, keys and values together. hpc_train gathers once."""
     # Adapters.
     adapter_weights: Column = field(default_factory=_zero)
     """Trained weights of the adapters (LoRA) of one layer, whose own weights are frozen; 0: all weights are trained."""

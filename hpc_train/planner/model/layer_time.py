@@ -15,7 +15,7 @@ from hpc_train.planner.constants import Constants
 from hpc_train.planner.model.activations import layer_activations
 from hpc_train.planner.model.distinct import find_distinct_jobs, take_columns
 from hpc_train.planner.model.experts import expert_launch_seconds, exposed_exchange_seconds
-from hpc_train.planner.model.jobs import FSDP, FULL, Column, Jobs, choose
+from hpc_train.planner.model.jobs import FLOAT8_RECIPES, FSDP, FULL, Column, Jobs, choose
 from hpc_train.planner.model.layer import LayerWork, attention_score_width, layer_work
 from hpc_train.planner.model.network import all_reduce_seconds, all_to_all_seconds, make_rank_group, send_seconds
 
@@ -30,8 +30,9 @@ class LayerTime:
     """Computation with recomputation, and the copy of activations back."""
     moved: Column
     """The part of forward and backward in which only copies go on."""
-    tensor: Column
-    """Exposed communication over tp, forward and backward."""
+    tensor_forward: Column
+    """Exposed communication over tp."""
+    tensor_backward: Column
     context: Column
     """Exposed communication over cp, forward and backward."""
     experts: Column
@@ -45,10 +46,15 @@ class LayerTime:
         return self.launch_forward + self.launch_backward
 
     @cached_property
+    def tensor(self) -> Column:
+        return self.tensor_forward + self.tensor_backward
+
+    @cached_property
     def total(self) -> Column:
         return self.forward + self.backward + self.tensor + self.context + self.experts + self.launch
 
 
+_TENSORWISE = FLOAT8_RECIPES.index("tensorwise")
 _OUTSIDE_LAYERS = frozenset(
     (
         *("global_batch", "dp_replicate", "dp_shard", "pp", "virtual_stages", "schedule"),
@@ -83,7 +89,8 @@ def _time_layer(jobs: Jobs, constants: Constants, work: LayerWork) -> LayerTime:
         forward=forward,
         backward=backward,
         moved=forward - once + backward - back,
-        tensor=tensor_forward + tensor_backward,
+        tensor_forward=tensor_forward,
+        tensor_backward=tensor_backward,
         context=_context_seconds(jobs, constants, work),
         experts=exposed_exchange_seconds(jobs, constants, forward, backward) if jobs.has_experts else np.zeros(()),
         launch_forward=np.maximum(work.launch_forward - forward - tensor_forward, 0) + waits,
@@ -125,13 +132,30 @@ def _tensor_seconds(jobs: Jobs, constants: Constants) -> tuple[Column, Column]:
     once = once + choose((jobs.stack >= FSDP) & (jobs.sequence_parallel > 0) & (jobs.tp > 1), copies, 0.0)
     exposed = 1 - choose(jobs.overlap_tensor > 0, constants.overlap_tensor, 0.0)
     again = choose(jobs.recompute == FULL, jobs.recompute_share, 0.0)
-    sums = (2 - jobs.parallel_block) * once * exposed
+    # An all-reduce counts as a gather and a scatter, of half its seconds each.
+    half, sums = once / 2 * exposed, 2 - jobs.parallel_block
+    gathers, backward_scatters = _count_gathers(jobs, sums)
+    forward = (gathers + sums) * half
+    backward = (sums + backward_scatters) * half
     if np.any(jobs.full_norms):  # two numbers of a token, which nothing overlaps
         small = 2 * jobs.micro_batch * jobs.sequence / jobs.cp * np.maximum(jobs.activation_bytes, 4)
-        sums = sums + jobs.full_norms * all_reduce_seconds(
-            make_rank_group(jobs, constants, jobs.tp, np.ones(())), small
-        )
-    return sums, (1 + again) * sums
+        norms = jobs.full_norms * all_reduce_seconds(make_rank_group(jobs, constants, jobs.tp, np.ones(())), small)
+        forward, backward = forward + norms, backward + norms
+    return forward, again * forward + backward
+
+
+def _count_gathers(jobs: Jobs, sums: Column) -> tuple[Column, Column]:
+    """Return (gathers of a layer's forward, scatters of its backward), in gathers of 16 bits. sums: its all-reduces."""
+    gathers = scatters = sums
+    if np.any(jobs.separate_gathers):
+        # Queries, keys, values and both branches of the feed-forward layer. torch.compile merges equal gathers of
+        # forward, but not the scatters of their different gradients.
+        more = jobs.separate_gathers * (2 + jobs.gated)
+        gathers = gathers + choose(jobs.fused_elementwise > 0, 0.0, more)
+        scatters = scatters + more
+    # torchao casts inputs before it gathers them, if all ranks use one scale (torchtitan, docs/float8.md).
+    narrow = (jobs.float8 == _TENSORWISE) & (jobs.stack == FSDP) & (jobs.sequence_parallel > 0)
+    return (gathers / choose(narrow, 2.0, 1.0) if np.any(jobs.float8) else gathers), scatters
 
 
 def _context_seconds(jobs: Jobs, constants: Constants, work: LayerWork) -> Column:

@@ -261,7 +261,22 @@ def data_seconds(
     ahead_window = windows.forward * np.maximum(np.minimum(uses.gathers, jobs.micro_batches), chunks)
     forward = exposed_seconds(ahead, ahead_window, share, ahead / count)
     backward = exposed_seconds(behind, windows.backward * np.maximum(uses.reductions, chunks), share, behind / count)
-    return forward + backward
+    if np.any(jobs.reduce_once):
+        once = _expose_single_reduction(jobs, again, scatter, windows.backward, share)
+        backward = choose((jobs.reduce_once > 0) & (jobs.pp == 1), once, backward)
+    exposed = forward + backward
+    return exposed + constants.contention * (ahead + behind - exposed)
+
+
+def _expose_single_reduction(jobs: Jobs, gather: Column, scatter: Column, window: Column, share: Column) -> Column:
+    """Return the exposed seconds of backward where only the last micro-batch reduces gradients; all of them gather.
+
+    window: seconds of one backward.
+    """
+    m, layers = jobs.micro_batches, np.maximum(jobs.layers, 1)
+    last, others = gather / m + scatter, gather * (1 - 1 / m)
+    seconds = exposed_seconds(others, window * (m - 1), share, others / layers)
+    return seconds + exposed_seconds(last, window, share, last / layers)
 
 
 def _count_chunk_passes(jobs: Jobs) -> Column:

@@ -8,11 +8,12 @@ from functools import cached_property
 import numpy as np
 
 from hpc_train.planner.constants import Constants, residual_factor
-from hpc_train.planner.model.jobs import FSDP, MEGATRON, SCHEDULES, Column, Jobs, choose
+from hpc_train.planner.model.jobs import DEEPSPEED, FSDP, MEGATRON, SCHEDULES, Column, Jobs, choose
 from hpc_train.planner.model.layer import LayerWork, attention_score_width
 from hpc_train.planner.model.layer_time import LayerTime, estimate_layer_time, get_pcie_bandwidth
 from hpc_train.planner.model.memory import Memory, estimate_memory
 from hpc_train.planner.model.network import OverlapWindows, data_seconds, send_seconds
+from hpc_train.planner.model.products import is_blackwell
 from hpc_train.planner.model.stage_layers import LayerSplit, split_layers
 
 _HOST_UPDATE = 4.0
@@ -211,7 +212,8 @@ def _data_seconds(jobs: Jobs, constants: Constants, layer: LayerTime, layers: Co
     """
     parameters = layers * jobs.all_layer_parameters / jobs.tp
     experts = _count_rank_experts(jobs, layers) if jobs.has_experts else None
-    forward, backward = layer.forward + layer.launch_forward, layer.backward + layer.launch_backward
+    forward = layer.forward + layer.launch_forward + layer.tensor_forward
+    backward = layer.backward + layer.launch_backward + layer.tensor_backward
     windows = OverlapWindows(layers * forward, layers * backward)
     seconds = data_seconds(jobs, constants, parameters, ends, windows, experts)
     if not np.any(jobs.tied) or not jobs.has_pipeline:
@@ -264,8 +266,12 @@ def _checkpoint_seconds(jobs: Jobs) -> Column:
 
 def _choose_spread(jobs: Jobs, constants: Constants) -> Column:
     """Return the standard deviation of log(measured / predicted), larger where fewer runs were measured."""
-    larger = max(constants.spread_pytorch, constants.spread)
-    spread: Column = choose((jobs.stack >= FSDP) & (jobs.tp > 1), larger, constants.spread)
+    pytorch = choose(jobs.tp > 1, constants.spread_pytorch, constants.spread_fsdp)
+    narrow = choose(jobs.peak_flops > jobs.peak_flops_attention, constants.spread_narrow, constants.spread)
+    others = choose(jobs.stack == DEEPSPEED, constants.spread_deepspeed, narrow)
+    spread: Column = choose(jobs.stack >= FSDP, pytorch, others)
+    is_new = is_blackwell(jobs.peak_flops_attention)
+    spread = choose(is_new, np.maximum(constants.spread_blackwell, spread), spread)
     if np.any(jobs.float8):
         spread = choose(jobs.float8 > 0, np.maximum(constants.spread_float8, spread), spread)
     if jobs.has_experts:
