@@ -32,6 +32,7 @@ from hpc_train.checkpoint.save.save_step import SaveResult
 from hpc_train.checkpoint.save.saver import Saver
 from hpc_train.checkpoint.storage.lock import Lock, take_lock
 from hpc_train.checkpoint.storage.retention import prune_steps
+from hpc_train.checkpoint.storage.step_directory import list_committed_steps
 from hpc_train.checkpoint.storage.step_selection import open_step
 from hpc_train.errors import UserError
 from hpc_train.interfaces import TensorShard, World
@@ -118,6 +119,14 @@ class Checkpointer:
         if self.world.rank == 0:
             future.add_done_callback(_log_failure)
         return future
+
+    def latest_step(self) -> int | None:
+        """Return the newest step, for what has to be made before a load; None if there is no step. A collective.
+
+        It is not verified: `load_latest` skips a damaged one, and returns the step that it has loaded.
+        """
+        steps: list[int] = run_on_rank_0(self.world, lambda: list_committed_steps(self.directory)[-1:])
+        return steps[0] if steps else None
 
     def load_latest(self, *, model: Modules, optimizer: Optimizers | None = None) -> LoadedStep | None:
         """Load the newest sound step, in place; None if there is no step. A collective.

@@ -23,10 +23,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from torch import nn
-from torch.optim import Optimizer
 
 from hpc_train._torch.observation import make_device_clock
 from hpc_train.checkpoint.checkpointer import describe_ranks
+from hpc_train.checkpoint.optimizer_state import Optimizers
+from hpc_train.checkpoint.wrapped_optimizers import unwrap_optimizers
 from hpc_train.errors import EXIT_DONE, EXIT_FAILED, UserError
 from hpc_train.interfaces import World
 from hpc_train.launch.state.attempts import write_attempt_marker, write_result_marker
@@ -61,20 +62,21 @@ class LoopRecorder:
         *,
         model: nn.Module,
         steps: int,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizers | None = None,
         world: World | None = None,
         first_step: int = 0,
         compiled: bool = False,
     ) -> None:
         """directory: of this run, on a file system that all ranks see. steps: of the whole run.
 
-        optimizer: whose step is timed apart. first_step: number of updates made before, from which the loop continues;
-        later lines of metrics.jsonl are dropped. compiled: torch.compile has traced the model, so waits in it are not
-        told apart.
+        optimizer: whose step is timed apart; any that a Checkpointer takes. first_step: number of updates made before,
+        from which the loop continues; later lines of metrics.jsonl are dropped. compiled: torch.compile has traced the
+        model, so waits in it are not told apart.
         """
         path = Path(directory).expanduser().absolute()
         self._directory = RunDirectory(path, path / "checkpoints")
-        self._model, self._optimizer, self._steps, self._compiled = model, optimizer, steps, compiled
+        self._model, self._steps, self._compiled = model, steps, compiled
+        self._optimizers, self._groups = ([], []) if optimizer is None else unwrap_optimizers(optimizer)
         world = world or describe_ranks()
         if isinstance(world.clock, SilentClock):
             on_gpu = next(model.parameters()).device.type == "cuda"
@@ -134,7 +136,7 @@ class LoopRecorder:
 
         Yields the line of metrics.jsonl, to which rank 0 may add `loss`, `grad_norm`, `lr`, `validation_loss`.
         """
-        lr = self._optimizer.param_groups[0].get("lr") if self._optimizer is not None else None
+        lr = self._groups[0].get("lr") if self._groups else None
         line: dict[str, Any] = {"step": step, "loss": None, "grad_norm": None, "lr": float(lr or 0.0)}
         self._recorder.begin()
         started = time.perf_counter()
@@ -178,9 +180,9 @@ class LoopRecorder:
                 self._heartbeat.enter(choose_step_phase(self._made), self._last)
 
         self._undo.append(self._model.register_forward_pre_hook(begin_forward, prepend=True).remove)
-        if self._optimizer is not None:
-            before = self._optimizer.register_step_pre_hook(lambda *_: clock.enter(StepPart.UPDATE))
-            after = self._optimizer.register_step_post_hook(lambda *_: clock.enter(StepPart.REST))
+        for optimizer in self._optimizers:
+            before = optimizer.register_step_pre_hook(lambda *_: clock.enter(StepPart.UPDATE))
+            after = optimizer.register_step_post_hook(lambda *_: clock.enter(StepPart.REST))
             self._undo += [before.remove, after.remove]
 
     def _begin_attempt(self) -> int:

@@ -247,12 +247,13 @@ def test_extra_comes_back_with_its_types(tmp_path: Path) -> None:
 
 def test_the_newest_sound_step_is_loaded_and_old_ones_are_deleted(tmp_path: Path) -> None:
     model = make_plain()
-    assert Checkpointer(tmp_path).load_latest(model=model) is None
+    assert Checkpointer(tmp_path).load_latest(model=model) is Checkpointer(tmp_path).latest_step() is None
     with Checkpointer(tmp_path, keep=2) as checkpointer:
         for step in (1, 2, 3):
             future = checkpointer.save_async(step, model=model, extra={"at": step})
         assert future.result(timeout=60).step == 3
     assert list_committed_steps(tmp_path) == [2, 3]
+    assert Checkpointer(tmp_path).latest_step() == 3
     shard = next((tmp_path / "step-3/shards").rglob("*.h5"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1

@@ -159,6 +159,8 @@ def test_a_saved_dataset_that_is_not_whole_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_text_gives_its_records(tmp_path: Path) -> None:
+    (tmp_path / "z.json").write_text('[{"text": "a"}]')
+    assert [file.path.name for file in find_source_files([str(tmp_path)], [".txt"])] == ["z.json"]
     write_json_lines(tmp_path / "a.jsonl")
     write_parquet(tmp_path / "b.parquet")
     (tmp_path / "image.png").write_bytes(b"\x89PNG")

@@ -21,13 +21,25 @@ from hpc_train.resilience.heartbeat import Phase, find_folder, read_beats
 from hpc_train.testing import run_ranks
 
 
+class Wrapped(torch.optim.Optimizer):
+    """An optimizer around another that has no hooks of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.state = optimizer, optimizer.state
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+
 def train(world: World, directory: Path, first: int, last: int, fail: bool = False) -> list[Any]:
     """Steps first + 1 to last of a run of 30; returns what a watcher of the node sees in the last."""
     model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     beats: list[Any] = []
+    wrapped = Wrapped(optimizer)  # as Accelerate hands it out
     with hpc_train.LoopRecorder(
-        directory, model=model, optimizer=optimizer, steps=30, world=world, first_step=first
+        directory, model=model, optimizer=wrapped, steps=30, world=world, first_step=first
     ) as recorder:
         for step in range(first, last):
             with recorder.step(step + 1, tokens=8) as line:

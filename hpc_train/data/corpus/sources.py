@@ -18,6 +18,8 @@ STDLIB = "stdlib"
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages"})
 """Folders inside that of the standard library that hold installed packages."""
 _SURELY_RECORDS = tuple(suffix for suffix in RECORD_SUFFIXES if suffix not in (".csv", ".tsv"))
+_JSON = (".json", ".json.gz", ".json.zst")
+"""Suffixes of records in folders that have no other files of text or records."""
 KINDS = (
     "text, JSON Lines (plain, gzip, zstd), JSON arrays of objects, CSV, Parquet, Arrow, folders saved by `datasets`, "
     "and images in folders or tars"
@@ -39,9 +41,9 @@ def find_source_files(sources: Sequence[str], suffixes: Sequence[str]) -> list[S
     """Find the files of all `sources`, each once: sources in the given order, files of a folder sorted.
 
     A folder gives its files with one of the `suffixes` at any depth, or those with RECORD_SUFFIXES if there are none,
-    except hidden ones, __pycache__ and symbolic links to folders. A folder made by `datasets` gives its Arrow files. A
-    file that is named itself may have any suffix. Raises UserError if a source is missing, unreadable or has no
-    matching file.
+    or those in .json if there are none of these either, except hidden ones, __pycache__ and symbolic links to folders.
+    A folder made by `datasets` gives its Arrow files. A file that is named itself may have any suffix. Raises UserError
+    if a source is missing, unreadable or has no matching file.
     """
     if not sources:
         raise UserError("no sources: name text files or folders (data.sources=[FOLDER]), or a store (data.path=FILE)")
@@ -79,6 +81,8 @@ def _expand(source: str, suffixes: tuple[str, ...]) -> list[Path]:
         if source != STDLIB:
             _warn_of_records(root, every, suffixes)
         return files
+    # Beside other files, those in .json are rather descriptions of the data.
+    every = every or _walk(root, _JSON, left_out)
     if not every:
         raise UserError(_explain_no_file(root, suffixes))
     return every
