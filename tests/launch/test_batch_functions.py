@@ -110,6 +110,11 @@ def test_a_decision_is_made_again_where_the_process_that_makes_it_was_killed(tmp
     assert run_functions(f"{settings}; hpc_restart=(bash -c 'kill -9 $$'); decide; echo $?") == "137"
 
 
+def test_a_decision_is_told_in_characters_that_a_json_string_can_hold(tmp_path: Path) -> None:
+    (tmp_path / "decision").write_text('step 20 failed; "3" times \\ on node-1 (rank #2)\n')
+    assert run_functions(f"logs={tmp_path}; read_decision") == "step 20 failed; 3 times  on node-1 (rank #2)"
+
+
 def test_a_decision_that_was_not_made_is_no_decision_to_end(tmp_path: Path) -> None:
     """Python exits with 1 after an error of its own, as of a file system that does not answer for a moment."""
     settings = f"sleep() {{ :; }}; run={tmp_path} attempt=0 code=137 logs={tmp_path}"

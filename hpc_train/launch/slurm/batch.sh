@@ -382,7 +382,7 @@ decide_after_fault() {
 
 # Print why, in characters that a JSON string can hold.
 read_decision() {
-  tr -cd 'A-Za-z0-9 ._/:,()+@=#-' <"$logs/decision" | cut -c 1-300
+  tr -cd 'A-Za-z0-9 ._/:;,()+@=#-' <"$logs/decision" | cut -c 1-300
 }
 
 # wait_until_writable: where nothing can be made in the run directory, as on a file system that is read-only or away for a
