@@ -4,8 +4,8 @@
 It opens no port and reads nothing from shared storage. It obeys lines on its standard input: `stop` asks the ranks of
 its node to save and stop, `kill` kills them, `end` lets it end after the ranks, `leave` lets it end before them. If its
 standard input ends without such a line, the supervisor was killed: the agent then stops reporting, and leaves the
-ranks' entries to the agent of the next supervisor. An agent that hears nothing, not even `ping`, ends once its ranks
-have. Standard library only.
+ranks' entries to the agent of the next supervisor. An agent that hears nothing, not even `ping`, runs the command of
+its settings that looks after the job, and ends once its ranks have. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,8 +51,11 @@ LEAVE = b"leave\n"
 """Message by which the supervisor has the agents end while the ranks go on, before it starts new agents."""
 PING = b"ping\n"
 """Message that says only that the supervisor is there."""
-PING_SECONDS = 10.0
+PING_SECONDS = 3.0
 """Seconds between two such messages."""
+_UNSURE_SECONDS = 10.0
+"""After how long without a message an agent finds out, every few seconds, whether the job has lost its supervisor."""
+_AGAIN_SECONDS = 5.0
 _ALONE_SECONDS = 60.0
 """After how long without a message an agent whose ranks have ended does so, too.
 
@@ -117,14 +123,14 @@ def run_agent(logs: Path, settings: dict[str, Any]) -> None:
     """Report on the ranks of this node until the supervisor ends this agent or dies.
 
     settings: the `resilience` part of a configuration; `learned`: seconds by phase, from earlier attempts; `compiles`
-    and `last_try`: see make_hang_limits.
+    and `last_try`: see make_hang_limits; `without_supervisor`: the words of a command.
     """
     learned = {Phase[name]: float(seconds) for name, seconds in settings["learned"].items()}
     host, due = name_this_node(), 0.0
     limits = make_hang_limits(settings["hang"], settings["compiles"], settings["last_try"])
     watch = NodeWatch(logs, limits, learned=learned)
     notices, notice, overdue = NoticeWatch(**settings["notice"]), "", False
-    alone, clock = 0.0, WatchClock()
+    supervisor = SupervisorWatch(settings.get("without_supervisor", []))
     while True:
         views = watch.look()
         notice = notice or notices.poll() or ""
@@ -136,13 +142,12 @@ def run_agent(logs: Path, settings: dict[str, Any]) -> None:
             # One unbuffered write a line: the supervisor never reads half a report of an agent that was killed.
             os.write(1, encode_report(report).encode() + b"\n")
         readable, _, _ = select.select([0], [], [], seconds_to_next_look(views))
-        alone += clock.tick()
-        forgotten = alone > _ALONE_SECONDS and all(view.ended for view in views)
+        forgotten = not readable and supervisor.has_left(views)
         if not readable and not forgotten:
             continue
         # Several messages may arrive in one read, so each is searched for. No bytes mean end of file.
         messages = os.read(0, 4096) if readable else END
-        alone = 0.0
+        supervisor.hear()
         if STOP in messages:
             signal_ranks(logs, signal.SIGUSR2)
         if KILL in messages:
@@ -152,6 +157,37 @@ def run_agent(logs: Path, settings: dict[str, Any]) -> None:
             if LEAVE not in messages:
                 _remove_entries_at_end(logs, supervisor_is_gone=not messages)
             return
+
+
+class SupervisorWatch:
+    """Counts for how long the supervisor has said nothing; a pause of this process counts little."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        """words: of a command that finds out whether the job has lost its supervisor, and acts then; none: nothing."""
+        self._words, self._clock = words, WatchClock()
+        self._silent = self._due = 0.0
+        self._command: subprocess.Popen[bytes] | None = None
+
+    def hear(self) -> None:
+        """Count from now on."""
+        self._clock.tick()
+        self._silent = self._due = 0.0
+
+    def has_left(self, views: Sequence[RankView]) -> bool:
+        """Return whether nobody will end this agent, whose ranks have ended; runs the command before. Never waits."""
+        self._silent += self._clock.tick()
+        if self._silent > _UNSURE_SECONDS:
+            self._find_out()
+        return self._silent > _ALONE_SECONDS and all(view.ended for view in views)
+
+    def _find_out(self) -> None:
+        runs = self._command is not None and self._command.poll() is None
+        if not self._words or runs or self._silent < self._due:
+            return
+        self._due = self._silent + _AGAIN_SECONDS
+        null = subprocess.DEVNULL
+        with suppress(OSError):
+            self._command = subprocess.Popen(self._words, stdin=null, stdout=null, stderr=null)
 
 
 def _remove_entries_at_end(logs: Path, supervisor_is_gone: bool) -> None:

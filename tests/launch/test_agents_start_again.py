@@ -18,10 +18,11 @@ import pytest
 from hpc_train.launch.slurm.supervisor import agent_reports, srun_errors
 from hpc_train.launch.slurm.supervisor.agent_reports import AGENTS, RANKS, AgentReports, NodeProbe
 from hpc_train.launch.slurm.supervisor.job_steps import open_process, signal_step
+from hpc_train.launch.slurm.supervisor.lost_script import find_lost_host
 from hpc_train.launch.slurm.supervisor.srun_errors import PeerFailures, SrunErrors
-from hpc_train.resilience.agent import END, PING, Report, encode_report
+from hpc_train.resilience.agent import END, PING, Report, SupervisorWatch, encode_report
 from hpc_train.resilience.heartbeat import Heartbeat, Phase, find_folder
-from hpc_train.resilience.watch import RankView
+from hpc_train.resilience.watch import GONE, RankView
 
 LIMIT = 0.5
 """Seconds after which a node is lost."""
@@ -241,33 +242,76 @@ import json, sys
 from hpc_train.config.plain_config import config_to_dict
 from hpc_train.config.resilience import ResilienceConfig
 from hpc_train.resilience import agent
-agent._ALONE_SECONDS = 0.5
+agent._ALONE_SECONDS = 0.0
 settings = {**config_to_dict(ResilienceConfig()), "compiles": False, "last_try": False, "learned": {}}
 agent.main(sys.argv[1], json.dumps(settings))
 """
 
 
-@pytest.mark.parametrize("left", ["nothing", "a rank", "a supervisor"])
-def test_an_agent_that_nobody_ends_leaves_after_its_ranks(tmp_path: Path, left: str) -> None:
+@pytest.mark.parametrize("with_a_rank", [False, True])
+def test_an_agent_that_nobody_ends_leaves_after_its_ranks(tmp_path: Path, with_a_rank: bool) -> None:
     """Its standard input stays open, as where Slurm has forgotten its job step."""
-    beat = Heartbeat(tmp_path, 0) if left == "a rank" else None
+    beat = Heartbeat(tmp_path, 0) if with_a_rank else None
     with subprocess.Popen([sys.executable, "-c", AGENT, str(tmp_path)], stdin=-1, stdout=-1) as agent:
         assert agent.stdin is not None
         assert agent.stdout is not None
-        agent.stdout.readline()
-        if left == "nothing":
-            assert agent.wait(60) == 0
-            return
-        for _ in range(8):
-            time.sleep(0.2)
-            if left == "a supervisor":
-                agent.stdin.write(PING)
-                agent.stdin.flush()
-        assert agent.poll() is None
-        agent.stdin.write(END)
-        agent.stdin.flush()
+        if beat is not None:
+            assert agent.stdout.readline()
+            assert agent.stdout.readline(), "a second later, it goes on"
+            agent.stdin.write(END)
+            agent.stdin.flush()
         assert agent.wait(60) == 0
-    assert beat is None or not find_folder(tmp_path).exists()
+    assert not find_folder(tmp_path).exists()
+
+
+def test_an_agent_that_hears_nothing_finds_out_whether_the_job_has_lost_its_supervisor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seconds, started = [100.0], []
+
+    class Command:
+        def __init__(self, words: list[str], **options: object) -> None:
+            started.append((round(seconds[0]), words))
+
+        def poll(self) -> int:
+            return 0
+
+    monkeypatch.setattr("time.monotonic", lambda: seconds[0])
+    monkeypatch.setattr("subprocess.Popen", Command)
+    watch = SupervisorWatch(["look"])
+    gone = [RankView(0, Phase.STEP, 1, 0.0, 10.0, GONE)]
+
+    def stay_silent(wait: float, views: list[RankView] = gone) -> bool:
+        for _ in range(int(2 * wait)):
+            seconds[0] += 0.5
+            left = watch.has_left(views)
+        return left
+
+    for _ in range(20):
+        assert not stay_silent(9)
+        watch.hear()
+    assert started == []
+    assert not stay_silent(22)
+    assert [words for _, words in started] == [["look"]] * 3, "every five seconds from the tenth on"
+    assert not stay_silent(60, [RankView(0, Phase.STEP, 1, 0.0, 10.0, "R")]), "its rank is there"
+    assert stay_silent(1)
+
+
+@pytest.mark.parametrize(
+    ("text", "host"),
+    [
+        ("RUNNING|node3|node[4-5]\n", "node3"),
+        ("COMPLETING|node3|node[4-5]\n", "node3"),
+        ("FAILED|node3|node[4-5]\n", "node3"),
+        ("RUNNING|node3|node[3-5]\n", None),
+        ("CANCELLED|node3|node[4-5]\n", None),
+        ("PENDING||\n", None),
+        ("", None),
+    ],
+)
+def test_a_job_has_lost_its_script_if_slurm_has_taken_the_node_from_it(text: str, host: str | None) -> None:
+    """As squeue of Slurm 22.05 prints it after `scontrol update nodename=node3 state=down`."""
+    assert find_lost_host(text) == host
 
 
 def test_the_supervisor_says_that_it_is_there(

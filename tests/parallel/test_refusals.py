@@ -69,6 +69,7 @@ REFUSED: list[tuple[int, tuple[str, ...], str]] = [
     ),
     (1, (APART, LOST, "parallel.dp_replicate=1"), f"{LOST}: there is a single copy of the model; give parallel.dp_re"),
     (2, (APART, LOST, "parallel.sync.overlap=1"), f"{LOST}: an exchange that fails is made again at once"),
+    (2, (APART, LOST, "launch=slurm", "resilience=off"), f"{LOST}: a job that loses nodes has to be watched; use"),
     (2, (APART, LOST, "launch=slurm", "launch.points_per_job=2"), f"{LOST}: nobody watches points that share a job"),
     (2, (APART, LOST, "checkpoint.incremental=true"), f"{LOST}: not with checkpoint.incremental=true, which needs"),
     (2, (APART, "train.steps=25"), "train.steps=25: the last 5 steps would come after the last exchange"),

@@ -205,8 +205,10 @@ def _resource_options(config: RunConfig, folder: RunDirectory, excluded: Sequenc
         "output": _file_pattern(folder.path / "logs") + "/job-%j.log",
         **_extra_options(launch),
     }
-    if launch.spares or config.resilience.elastic.min_nodes or config.parallel.sync.lost_after_seconds is not None:
-        extra["no-kill"] = True  # a node that dies must not end the job
+    loses = launch.spares or config.resilience.elastic.min_nodes or config.parallel.sync.lost_after_seconds is not None
+    # A node that dies must not end the job. Where the ranks have one node, that is the one of the batch script.
+    if loses and node_count(config) > 1:
+        extra["no-kill"] = True
     if launch.reservation:
         extra["reservation"] = launch.reservation
     # use_srun: the script has its own srun line. wckey: else submitit sets one, its own name.

@@ -76,6 +76,12 @@ def _check_loss_of_copies(config: RunConfig, degrees: Degrees, setting: str) -> 
             f"{setting}: an exchange that fails is made again at once, so none goes on beside steps; leave out "
             "parallel.sync.overlap"
         )
+    watched = config.resilience
+    if config.launch.kind == "slurm" and not (watched.watch and watched.act and watched.restarts):
+        raise UserError(
+            f"{setting}: a job that loses nodes has to be watched; use resilience.watch=true, resilience.act=true and "
+            "resilience.restarts of 1 or more, or leave it out"
+        )
     if config.launch.points_per_job > 1:
         raise UserError(
             f"{setting}: nobody watches points that share a job; use launch.points_per_job=1, or leave it out"

@@ -339,6 +339,7 @@ def _step_command(name: str, nodes: Sequence[str]) -> list[str]:
         "--cpu-bind=none",
         "--unbuffered",
         "--kill-on-bad-exit=0",  # for which Slurm takes KillWait: the supervisor has the others end
+        "--no-kill",  # else Slurm kills the agents of all nodes when it finds that one is lost
         f"--job-name={name}",
     ]
 

@@ -355,6 +355,11 @@ def report_lost_nodes(logs: Path, hosts: Sequence[str], reports: AgentReports, a
     append_event(logs.parents[1] / "events.jsonl", "lost_node", int(logs.name), **what)
 
 
+def lost_script_command(logs: str) -> list[str]:
+    """Return the command that requeues a job whose batch script is gone with its node."""
+    return [sys.executable, "-P", "-m", "hpc_train.launch.slurm.supervisor.lost_script", logs]
+
+
 def claim_ranks(logs: Path) -> bool:
     """Return whether this process is the only supervisor of an attempt, and stays so until it ends.
 
@@ -388,6 +393,7 @@ def main(logs: str, process: str) -> int:
         **config["resilience"],
         "compiles": bool(config["parallel"]["compile"]),
         "last_try": settings.last_try,
+        "without_supervisor": lost_script_command(logs) if settings.act else [],
     }
     if (Path(logs) / AGENT_ERRORS).exists():
         report_watch(Path(logs), "the supervisor has ended before the ranks, and was started again")
