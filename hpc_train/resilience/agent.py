@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpc_train.errors import EXIT_REQUEUE
 from hpc_train.regular_files import parse_json_object
 from hpc_train.resilience.deadlines import make_hang_limits
 from hpc_train.resilience.heartbeat import Phase, kill_ranks, read_beats, remove_entries, signal_ranks
@@ -163,7 +164,7 @@ class SupervisorWatch:
     """Counts for how long the supervisor has said nothing; a pause of this process counts little."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        """words: of a command that finds out whether the job has lost its supervisor, and acts then; none: nothing."""
+        """words: of a command that exits with EXIT_REQUEUE if the job had lost its supervisor, and was requeued."""
         self._words, self._clock = words, WatchClock()
         self._silent = self._due = 0.0
         self._command: subprocess.Popen[bytes] | None = None
@@ -176,6 +177,8 @@ class SupervisorWatch:
     def has_left(self, views: Sequence[RankView]) -> bool:
         """Return whether nobody will end this agent, whose ranks have ended; runs the command before. Never waits."""
         self._silent += self._clock.tick()
+        if self._command is not None and self._command.poll() == EXIT_REQUEUE:
+            return True  # else Slurm would wait for it, up to KillWait
         if self._silent > _UNSURE_SECONDS:
             self._find_out()
         return self._silent > _ALONE_SECONDS and all(view.ended for view in views)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.errors import EXIT_REQUEUE
 from hpc_train.launch.slurm.supervisor import agent_reports, srun_errors
 from hpc_train.launch.slurm.supervisor.agent_reports import AGENTS, RANKS, AgentReports, NodeProbe
 from hpc_train.launch.slurm.supervisor.job_steps import open_process, signal_step
@@ -274,8 +275,9 @@ def test_an_agent_that_hears_nothing_finds_out_whether_the_job_has_lost_its_supe
             started.append((round(seconds[0]), words))
 
         def poll(self) -> int:
-            return 0
+            return codes[-1]
 
+    codes = [0]
     monkeypatch.setattr("time.monotonic", lambda: seconds[0])
     monkeypatch.setattr("subprocess.Popen", Command)
     watch = SupervisorWatch(["look"])
@@ -293,8 +295,11 @@ def test_an_agent_that_hears_nothing_finds_out_whether_the_job_has_lost_its_supe
     assert started == []
     assert not stay_silent(22)
     assert [words for _, words in started] == [["look"]] * 3, "every five seconds from the tenth on"
-    assert not stay_silent(60, [RankView(0, Phase.STEP, 1, 0.0, 10.0, "R")]), "its rank is there"
+    alive = [RankView(0, Phase.STEP, 1, 0.0, 10.0, "R")]
+    assert not stay_silent(60, alive), "its rank is there"
     assert stay_silent(1)
+    codes.append(EXIT_REQUEUE)
+    assert stay_silent(1, alive), "Slurm waits for it with the requeue"
 
 
 @pytest.mark.parametrize(

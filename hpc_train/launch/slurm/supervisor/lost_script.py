@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from hpc_train.cluster.hostlist import expand_hostlist
+from hpc_train.errors import EXIT_REQUEUE
 from hpc_train.launch.slurm.slurm_cli import current_job_id, run_client
 from hpc_train.training.records.run_records import append_event
 
@@ -33,7 +34,7 @@ def find_lost_host(text: str) -> str | None:
 
 
 def main(logs: str) -> int:
-    """Ask Slurm, and requeue the job if it has lost the node of its batch script."""
+    """Ask Slurm; return EXIT_REQUEUE if the job had lost the node of its batch script, and was requeued."""
     job = current_job_id(os.environ)
     if job is None or int(os.environ.get("SLURM_NODEID", "0")) >= _ASKING_NODES:
         return 0
@@ -43,7 +44,7 @@ def main(logs: str) -> int:
         return 0
     why = f"{host}, the node of the batch script, is lost"
     append_event(Path(logs).parents[1] / "events.jsonl", "requeue", int(Path(logs).name), why=why)
-    return 0
+    return EXIT_REQUEUE
 
 
 if __name__ == "__main__":
