@@ -54,6 +54,14 @@ def _advise_straggler(finding: Finding, facts: Facts) -> list[Setting]:
     ]
 
 
+def _advise_imbalance(finding: Finding, facts: Facts) -> list[Setting]:
+    advice = []
+    if facts.micro_batches > 1 and facts.degrees.get("pp", 1) == 1:
+        advice.append(Setting(f"train.micro_batch={facts.micro_batch * 2}", "samples of unequal cost even out"))
+    advice.append(Setting("", "look for other processes on the nodes: top, or hpc-train doctor in a job"))
+    return [*advice, Setting("", "hpc-train profile RUN: shows what differs between the steps of a rank")]
+
+
 def _advise_launch(finding: Finding, facts: Facts) -> list[Setting]:
     advice = []
     if facts.collective_kib is not None and facts.collective_kib <= SMALL_KIB:
@@ -110,6 +118,7 @@ def _advise_compute(finding: Finding, facts: Facts) -> list[Setting]:
 _ADVICE = {
     "network": _advise_network,
     "straggler": _advise_straggler,
+    "imbalance": _advise_imbalance,
     "launch": _advise_launch,
     "bubble": _advise_bubble,
     "checkpoint": _advise_checkpoint,

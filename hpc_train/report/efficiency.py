@@ -97,6 +97,17 @@ def measure_unblocked_time(table: StepTable) -> Array:
     return np.asarray(np.maximum(table["total"] - waits, 0.0))
 
 
+def measure_lateness(table: StepTable) -> Array:
+    """Return the seconds by which each rank takes longer in a bin than it usually does, beyond what most ranks do.
+
+    The lower quartile of a rank is what it usually takes, so that one that is slow in half of the steps is late in
+    them. A rank that is always slow is never late.
+    """
+    seconds = measure_unblocked_time(table)
+    late = seconds - np.nanquantile(seconds, 0.25, axis=1, keepdims=True)
+    return np.asarray(late - np.nanquantile(late, 0.5, axis=0, method="lower"))
+
+
 def split_step(table: StepTable, pipeline: Pipeline | None = None) -> StepLosses | None:
     """Split the mean step; None if the parts of steps were not measured, as on a GPU."""
     work = measure_work(table)
@@ -140,8 +151,8 @@ def split_step(table: StepTable, pipeline: Pipeline | None = None) -> StepLosses
 def _find_transfer(table: StepTable, complete: NDArray[np.bool_], pipeline: Pipeline | None) -> Array:
     """Return the seconds per step in which collectives blocked all ranks alike, by bin.
 
-    Stages run different collectives, so that with a pipeline only ranks of one stage are compared, and what the
-    schedule leaves idle is no transfer.
+    Stages run different collectives, so that with a pipeline only ranks of one stage are compared. What the schedule
+    leaves idle is no transfer, nor what they wait for a rank of another stage that is late.
     """
     waits = table.waits[:, complete]
     if pipeline is None:
@@ -150,8 +161,12 @@ def _find_transfer(table: StepTable, complete: NDArray[np.bool_], pipeline: Pipe
     stages = np.asarray(pipeline.stage_of_rank)
     work = measure_work(table)[:, complete].mean(axis=1)
     simulated = simulate_order(pipeline.order, time_stages(work, pipeline))
+    late = np.maximum(np.nan_to_num(measure_lateness(table)[:, complete]), 0.0)
+    behind = late.max(axis=0) - late  # how far each rank is behind the latest one
     exposed = [
-        waits[stages == stage].min(axis=0).sum(axis=-1) - (simulated.makespan - simulated.busy[stage])
+        waits[stages == stage].min(axis=0).sum(axis=-1)
+        - behind[stages == stage].min(axis=0)
+        - (simulated.makespan - simulated.busy[stage])
         for stage in sorted(set(pipeline.stage_of_rank))
     ]
     return np.asarray(np.mean(exposed, axis=0))

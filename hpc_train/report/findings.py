@@ -17,6 +17,7 @@ from hpc_train.report.efficiency import (
     StepLosses,
     find_stage_work,
     measure_blocked,
+    measure_lateness,
     measure_unblocked_time,
     measure_work,
 )
@@ -39,6 +40,8 @@ LEAST_BINS = 5
 """Bins of steps below which nothing is judged."""
 _SLOW_IN = 0.7
 """A straggler is slower than the others in this share of the steps."""
+_LATE_IN, _OF_LATENESS = 0.2, 0.7
+"""Ranks that are late in this share of the steps are named: those who have this share of all delays."""
 _UNEVEN_STAGE = 1.3
 """A stage is slow, and not just large, if it takes this many times longer than its FLOPs suggest, compared with the
 others."""
@@ -85,14 +88,14 @@ def list_findings(table: StepTable, losses: StepLosses | None, facts: Facts) -> 
     _NETWORK_OVER_STRAGGLER."""
     findings = [_find_input(table, facts), _find_checkpoint(table), _find_memory(table, facts)]
     if losses is not None:
-        stragglers = _find_straggler(table, losses, facts)
+        stragglers = _find_straggler(table, losses, facts) or _find_late_ranks(table, losses, facts)
         findings += [
             *stragglers,
             *_find_network_and_launch(table, losses, facts),
             _find_bubble(losses, facts, straggler=any(straggler.share >= NAMED_FROM for straggler in stragglers)),
         ]
     named = [finding for finding in findings if finding is not None and finding.share >= NAMED_FROM]
-    straggler = any(finding.name == "straggler" for finding in named)
+    straggler = any(finding.name in ("straggler", "imbalance") for finding in named)
 
     def weigh(finding: Finding) -> float:
         return finding.share / (_NETWORK_OVER_STRAGGLER if straggler and finding.name == "network" else 1.0)
@@ -202,6 +205,36 @@ def _describe_straggler(table: StepTable, slow: list[int], seconds: float, share
         f"{format_seconds(other_seconds)}, "
         f"{'this one' if len(slow) == 1 else 'these'} for {format_seconds(slow_seconds)}"
     )
+
+
+def _find_late_ranks(table: StepTable, losses: StepLosses, facts: Facts) -> list[Finding]:
+    """Find ranks that take longer than usual in some steps: the same ones, or another one in each step."""
+    if len(table.ranks) < 2:
+        return []
+    late = np.maximum(np.nan_to_num(measure_lateness(table)), 0.0)
+    latest = late.max(axis=0)
+    # What is lost is a mean over all ranks, of which the late one loses nothing.
+    waited = (losses.losses["load_balance"] + losses.losses["serialisation"]) * len(late) / (len(late) - 1)
+    seconds = min(float(latest.mean()), waited)
+    share_of_steps = float((latest > 0.5 * seconds).mean())
+    if seconds <= 0 or share_of_steps < _LATE_IN:
+        return []
+    delays = np.bincount(late.argmax(axis=0), weights=latest, minlength=len(late)) / latest.sum()
+    order = np.argsort(-delays, kind="stable")
+    slow = sorted(order[: int(np.searchsorted(np.cumsum(delays[order]), _OF_LATENESS)) + 1])
+    if len(slow) > len(late) / 2:
+        evidence = (
+            f"in {share_of_steps:.0%} of the steps one rank takes longer than it usually does, another one in each; "
+            f"the others wait for it, {format_seconds(seconds)} of a step of {format_seconds(losses.total)} on average"
+        )
+        return [Finding("imbalance", seconds / losses.total, evidence=evidence)]
+    ranks = tuple(table.ranks[index] for index in slow)
+    evidence = (
+        f"in {share_of_steps:.0%} of the steps {'this rank takes' if len(ranks) == 1 else 'one of these ranks takes'} "
+        f"longer than usual, and the others wait, {format_seconds(seconds)} of a step of "
+        f"{format_seconds(losses.total)} on average"
+    )
+    return [Finding("straggler", seconds / losses.total, ranks, _list_nodes_of(ranks, facts), evidence)]
 
 
 def _relate_to_stage(work: Array, losses: StepLosses, facts: Facts) -> Array:

@@ -29,6 +29,7 @@ CLASSES = {
     "memory": "memory grows",
     "launch": "operations are too small: starting them takes the time",
     "straggler": "others wait for a slow rank",
+    "imbalance": "others wait for a slow rank, another one in each step",
     "bubble": "pipeline stages are idle",
     "checkpoint": "training waits for saves",
     "balanced": "no single cause stands out",

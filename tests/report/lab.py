@@ -92,9 +92,11 @@ FAULTS = {
     "save": "checkpoint",
     "input_and_delay": "input",
     "delay_and_input": "straggler",
+    "sometimes": "straggler",
+    "in_turn": "imbalance",
 }
 """Fault -> the class that has to be named."""
-NAMES_RANK = ("input_one", "delay", "busy", "memory", "delay_and_input")
+NAMES_RANK = ("input_one", "delay", "busy", "memory", "delay_and_input", "sometimes")
 """Faults of one rank, which has to be named."""
 QUIET = frozenset({"compute", "balanced"})
 """Classes that name no cause."""
@@ -176,7 +178,7 @@ def _rank(world: World, config: RunConfig, directory: RunDirectory, attempt: int
     run.observers.recorder = StepRecorder(
         engine, world, run.observers.heartbeat, directory.step_records(attempt, world.rank // 2), False
     )
-    trouble = Trouble(run, fault, rank is None or rank == world.rank)
+    trouble = Trouble(run, fault, world.rank, rank is None or rank == world.rank)
     try:
         run_training(run)
     finally:
@@ -207,8 +209,8 @@ class Leak:
 class Trouble:
     """Makes the fault of a cell on one rank, from CALM_STEPS on."""
 
-    def __init__(self, run: TrainingRun, fault: str, mine: bool) -> None:
-        self._run, self._hogs = run, list[subprocess.Popen[bytes]]()
+    def __init__(self, run: TrainingRun, fault: str, rank: int, mine: bool) -> None:
+        self._run, self._fault, self._rank, self._hogs = run, fault, rank, list[subprocess.Popen[bytes]]()
         self._leak = Leak() if fault == "memory" and mine else None
         self._starts: list[float] = []
         self._data = self._delay = self._save = 0.0
@@ -218,6 +220,10 @@ class Trouble:
             case "input_one" if mine:
                 self._data = 0.8
             case "delay" if mine:
+                self._delay = 0.8
+            case "sometimes" if mine:
+                self._delay = 1.6
+            case "in_turn":
                 self._delay = 0.8
             case "save":
                 self._save = 3.0
@@ -265,11 +271,20 @@ class Trouble:
         if self._busy and not self._hogs and len(self._starts) > CALM_STEPS:
             self._hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
 
+    def _is_late(self) -> bool:
+        """Whether this rank's delay comes in this step."""
+        match self._fault:
+            case "sometimes":
+                return self._run.step % 3 == 0
+            case "in_turn":
+                return random.Random(self._run.step).randrange(RANKS) == self._rank
+        return True
+
     def _delay_backward(self, part: torch.nn.Module, inputs: Any, output: Tensor) -> None:
         def sleep(gradient: Tensor) -> None:
             if self._slept_in != self._run.step:  # once per step
                 self._slept_in = self._run.step
-                time.sleep(self._delay * self.unit)
+                time.sleep(self._delay * self.unit * self._is_late())
 
         if output.requires_grad:
             output.register_hook(sleep)

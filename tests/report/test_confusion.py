@@ -1,7 +1,7 @@
 """Faults are put into real runs of every layout, and the report has to name them: class, and rank where there is one.
 
-`make test` draws 10 runs, every fault and every layout at least once, which takes a minute: each costs 2 to 8 s of
-processor time. All of them have to be right. If one is not, 30 more follow, as a part of the verdicts may be wrong.
+`make test` draws 12 runs, every fault and every layout at least once, which takes a minute: each costs 2 to 8 s of
+processor time. All of them have to be right. If one is not, 34 more follow, as a part of the verdicts may be wrong.
 Cells that other tests beside them would disturb are in neither (a busy core, and runs without a fault where collectives
 have a large part). `make test-long` runs every cell 20 times, alone, and prints the table of docs/seeing.md.
 """
@@ -17,10 +17,10 @@ from lab import FAULTS, LAYOUTS, Outcome, run_cells
 
 DRAWN = [
     *(("ddp", fault, 0) for fault in ("none", "small", "memory", "input_and_delay", "delay_and_input")),
-    ("fsdp", "link", 0),
+    *(("fsdp", fault, 0) for fault in ("link", "sometimes")),
     ("hsdp", "delay", 0),
     ("tp", "input", 0),
-    *(("pp", fault, 0) for fault in ("input_one", "save")),
+    *(("pp", fault, 0) for fault in ("input_one", "save", "in_turn")),
 ]
 FURTHER = [
     *(("ddp", fault, seed) for fault in FAULTS if fault not in ("busy", "memory") for seed in (0, 1, 2)),
@@ -39,14 +39,14 @@ def describe_wrong(outcomes: list[Outcome]) -> str:
 
 @pytest.mark.timeout(900)
 def test_faults_are_named(store: Path, tmp_path: Path) -> None:
-    assert len(set(DRAWN)) == 10
+    assert len(set(DRAWN)) == 12
     assert {fault for _, fault, _ in DRAWN} == set(FAULTS) - {"busy"}
     assert {layout for layout, _, _ in DRAWN} == set(LAYOUTS)
     outcomes = run_cells(DRAWN, store, tmp_path)
     assert len(outcomes) == len(DRAWN)
     if not all(one.right for one in outcomes):
         further = [cell for cell in FURTHER if cell not in DRAWN]
-        assert len(further) == 30
+        assert len(further) == 34
         outcomes += run_cells(further, store, tmp_path)
     assert sum(one.right for one in outcomes) >= 0.95 * len(outcomes), describe_wrong(outcomes)
 

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from synthetic import EVEN, make_table, waits, write_run
 
+from hpc_train.report.efficiency import Pipeline
 from hpc_train.report.findings import Facts
 from hpc_train.report.step_table import read_step_table
 from hpc_train.report.verdict import Verdict, judge_run
+from hpc_train.schedules.generate import generate_order
 
 NODES = {rank: f"node{rank // 2 + 1}" for rank in range(4)}
 
@@ -56,7 +58,43 @@ def test_a_delay_between_the_parts_of_a_step(tmp_path: Path) -> None:
 
 def test_ranks_that_are_slow_in_turn_are_no_stragglers(tmp_path: Path) -> None:
     verdict = judge(tmp_path, lambda rank, step: {"backward": 0.1} if step % 4 == rank else {"waits": waits(0.04)})
+    assert (verdict.name, verdict.ranks) == ("imbalance", ())
+    assert verdict.share_lost == pytest.approx(0.04 / 0.136, rel=1e-2)
+    assert verdict.evidence[0].startswith("in 100% of the steps one rank takes longer than it usually does, another")
+
+
+def test_a_rank_that_is_slow_in_some_steps(tmp_path: Path) -> None:
+    """In two of five steps, so that most steps are as they should be."""
+
+    def change(rank: int, step: int) -> Mapping[str, Any]:
+        late = step % 5 < 2
+        return {"backward": 0.18} if late and rank == 2 else {"waits": waits(0.12 * late)}
+
+    verdict = judge(tmp_path, change)
+    assert (verdict.name, verdict.ranks, verdict.nodes) == ("straggler", (2,), ("node2",))
+    assert verdict.share_lost == pytest.approx(0.4 * 0.12 / (0.096 + 0.4 * 0.12), rel=1e-2)
+    assert "% of the steps this rank takes longer than usual, and the others wait" in verdict.evidence[0]
+
+
+def test_one_long_pause_is_nobodys_habit(tmp_path: Path) -> None:
+    pause = {"backward": 5.0}
+    verdict = judge(tmp_path, lambda rank, step: (pause if rank == 1 else {"waits": waits(5.0)}) if step == 20 else {})
     assert verdict.name == "balanced"
+
+
+def test_stages_that_are_late_in_turn_wait_for_no_link(tmp_path: Path) -> None:
+    """Two stages on one rank each: each waits for the other in half of the steps, and never both."""
+
+    def change(rank: int, step: int) -> Mapping[str, Any]:
+        return {"backward": 0.12} if step % 2 == rank else {"waits": waits(0.06)}
+
+    order = generate_order("gpipe", 2, 64)
+    pipeline = Pipeline(order, stage_of_rank=(0, 1), costs=(1.0, 1.0), micro_batches=64)
+    table = make_table(tmp_path, 2, change)
+    verdict, losses = judge_run(table, Facts(node_of_rank=NODES, pipeline=pipeline))
+    assert (verdict.name, verdict.ranks) == ("imbalance", ())
+    assert losses is not None
+    assert losses.compute_share("transfer") < 0.02
 
 
 def test_slow_links(tmp_path: Path) -> None:
