@@ -19,7 +19,7 @@ from hpc_train.errors import EXIT_REQUEUE
 from hpc_train.launch.slurm.supervisor import agent_reports, srun_errors
 from hpc_train.launch.slurm.supervisor.agent_reports import AGENTS, RANKS, AgentReports, NodeProbe
 from hpc_train.launch.slurm.supervisor.job_steps import open_process, signal_step
-from hpc_train.launch.slurm.supervisor.lost_script import find_lost_host
+from hpc_train.launch.slurm.supervisor.lost_script import find_lost_host, is_out_of_job
 from hpc_train.launch.slurm.supervisor.srun_errors import PeerFailures, SrunErrors
 from hpc_train.resilience.agent import END, PING, Report, SupervisorWatch, encode_report
 from hpc_train.resilience.heartbeat import Heartbeat, Phase, find_folder
@@ -317,6 +317,15 @@ def test_an_agent_that_hears_nothing_finds_out_whether_the_job_has_lost_its_supe
 def test_a_job_has_lost_its_script_if_slurm_has_taken_the_node_from_it(text: str, host: str | None) -> None:
     """As squeue of Slurm 22.05 prints it after `scontrol update nodename=node3 state=down`."""
     assert find_lost_host(text) == host
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [("RUNNING|node3|node[4-5]", False), ("FAILED|node4|node[3,5]", True), ("PENDING||", True), ("", False)],
+)
+def test_an_agent_leaves_whose_node_is_no_longer_in_the_job(text: str, left: bool) -> None:
+    """Where it stayed, Slurm could not start the job there again (duplicate job id), and would drain the node."""
+    assert is_out_of_job(text, "node4") == left
 
 
 def test_the_supervisor_says_that_it_is_there(

@@ -8,17 +8,27 @@ that hear nothing of the supervisor run this module: `python -m hpc_train.launch
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from hpc_train.cluster.hostlist import expand_hostlist
 from hpc_train.errors import EXIT_REQUEUE
 from hpc_train.launch.slurm.slurm_cli import current_job_id, run_client
+from hpc_train.regular_files import read_json
+from hpc_train.resilience.agent import name_this_node
+from hpc_train.resilience.exclusion import EXCLUDE, HARDWARE, Strike, append_strike
 from hpc_train.training.records.run_records import append_event
 
 _ASKING_NODES = 3
 """How many nodes ask Slurm: in a large job all of them would be too many at once."""
 _ENDED_ON_PURPOSE = ("CANCELLED", "TIMEOUT", "COMPLETED", "PENDING")
+_FIT_SECONDS = 8.0
+"""How long it may take to ask Slurm for other nodes: this process may be ended KillWait after the batch script."""
+_TRIES = 50
+"""How often Slurm is asked to leave the lost node out, ten times a second."""
 
 
 def find_lost_host(text: str) -> str | None:
@@ -26,25 +36,66 @@ def find_lost_host(text: str) -> str | None:
 
     text: as squeue prints it with the format "%T|%B|%N": state, node of the batch script, nodes of the job.
     """
-    state, _, hosts = text.strip().partition("|")
-    script, _, nodes = hosts.partition("|")
+    state, script, nodes = _split_answer(text)
     if not script or not nodes or state in _ENDED_ON_PURPOSE:
         return None
     return None if script in expand_hostlist(nodes) else script
 
 
+def is_out_of_job(text: str, node: str) -> bool:
+    """Return whether this node runs nothing for the job any more, which was requeued or has lost the node."""
+    state, _, nodes = _split_answer(text)
+    return state == "PENDING" or (bool(nodes) and node not in expand_hostlist(nodes))
+
+
+def _split_answer(text: str) -> tuple[str, str, str]:
+    state, _, hosts = text.strip().partition("|")
+    script, _, nodes = hosts.partition("|")
+    return state, script, nodes
+
+
+def requeue_without(logs: Path, job: str, host: str) -> bool:
+    """Requeue the job, without the node of its batch script if Slurm has enough others; return whether it did."""
+    append_strike(logs.parents[1], Strike(host, HARDWARE, "does not answer", int(logs.name)))
+    fit = [sys.executable, "-P", "-m", "hpc_train.launch.slurm.waiting_time", str(logs)]
+    with suppress(OSError, subprocess.TimeoutExpired):
+        subprocess.run(fit, stdin=subprocess.DEVNULL, capture_output=True, timeout=_FIT_SECONDS, check=False)
+    if find_lost_host(_ask(job)) is None or run_client(["scontrol", "requeue", job]).code:
+        return False  # another node was faster
+    why = f"{host}, the node of the batch script, is lost"
+    append_event(logs.parents[1] / "events.jsonl", "requeue", int(logs.name), why=why)
+    excluded = _read_exclusion(logs)
+    for _ in range(_TRIES if excluded else 0):  # Slurm takes it as soon as the job no longer runs
+        if run_client(["scontrol", "update", f"jobid={job}", f"ExcNodeList={excluded}"]).code == 0:
+            break
+        time.sleep(0.1)
+    return True
+
+
+def _read_exclusion(logs: Path) -> str:
+    """Return the nodes that the job is to leave out, those of launch.exclude too; "" for no change."""
+    try:
+        nodes = (logs / EXCLUDE).read_text().strip()
+        config = read_json(logs.parents[1] / "job.json")["config"]
+    except (OSError, ValueError, KeyError):
+        return ""
+    return ",".join(filter(None, [config["launch"]["exclude"], nodes])) if nodes else ""
+
+
+def _ask(job: str) -> str:
+    return run_client(["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T|%B|%N"]).out
+
+
 def main(logs: str) -> int:
-    """Ask Slurm; return EXIT_REQUEUE if the job had lost the node of its batch script, and was requeued."""
+    """Ask Slurm; return EXIT_REQUEUE if the job was requeued, or this node is no longer in it, and 0 otherwise."""
     job = current_job_id(os.environ)
     if job is None or int(os.environ.get("SLURM_NODEID", "0")) >= _ASKING_NODES:
         return 0
-    states = ["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T|%B|%N"]
-    host = find_lost_host(run_client(states).out)
-    if host is None or run_client(["scontrol", "requeue", job]).code:
-        return 0
-    why = f"{host}, the node of the batch script, is lost"
-    append_event(Path(logs).parents[1] / "events.jsonl", "requeue", int(Path(logs).name), why=why)
-    return EXIT_REQUEUE
+    answer = _ask(job)
+    host = find_lost_host(answer)
+    if host is not None and requeue_without(Path(logs), job, host):
+        return EXIT_REQUEUE
+    return EXIT_REQUEUE if is_out_of_job(answer, name_this_node()) else 0
 
 
 if __name__ == "__main__":
