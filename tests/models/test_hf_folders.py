@@ -117,6 +117,12 @@ def test_an_encoder_that_sees_the_next_token_is_refused(tmp_path: Path) -> None:
             build_hf_model(HfModelConfig(path=str(tmp_path)))
 
 
+def test_a_model_of_sound_is_one_line(tmp_path: Path) -> None:
+    transformers.WhisperConfig(architectures=["WhisperForConditionalGeneration"]).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"no seq2seq_lm model of type whisper, .* one for model\.task=causal_lm$"):
+        build_hf_model(HfModelConfig(path=str(tmp_path)))
+
+
 def test_blocks_are_modules_with_a_forward(tmp_path: Path) -> None:
     transformers.FunnelForMaskedLM(
         transformers.FunnelConfig(

@@ -11,7 +11,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.hf.adapter import HfModel, adapt_model
 from hpc_train.models.hf.config_file import ConfigFile, find_task, read_config_file
 from hpc_train.models.hf.families import Task
-from hpc_train.models.hf.library import fill_activation_buffers, get_class, make_library_config
+from hpc_train.models.hf.library import fill_activation_buffers, get_class, has_class, make_library_config
 from hpc_train.quiet_imports import without_warnings
 
 _AUTO_CLASSES = {
@@ -36,6 +36,7 @@ def build_hf_model(config: HfModelConfig, seed: int = 0) -> HfModel:
     task = find_task(config, file)
     settings = _make_config(file)
     kind = get_class(_AUTO_CLASSES[task])
+    _check_task(settings, task, config)
     options = {"attn_implementation": config.attention, "experts_implementation": config.experts}
     chosen = {name: option for name, option in options.items() if option != "auto"}
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
@@ -49,6 +50,18 @@ def build_hf_model(config: HfModelConfig, seed: int = 0) -> HfModel:
     _check_causality(model, task, config)
     fill_activation_buffers(model)
     return adapt_model(model, file.family, task)
+
+
+def _check_task(settings: Any, task: Task, config: HfModelConfig) -> None:
+    """Raise UserError for a model that transformers has no class of this task for, such as one of sound."""
+    if has_class(_AUTO_CLASSES[task], settings):
+        return
+    others = [f"model.task={name}" for name, auto in _AUTO_CLASSES.items() if has_class(auto, settings)]
+    advice = f"it has one for {' and '.join(others)}" if others else "register a model of your own with model=custom"
+    raise UserError(
+        f"model.path={config.path}: transformers has no {task} model of type {settings.model_type}, and no other tasks "
+        f"than {', '.join(_AUTO_CLASSES)} are trained here; {advice}"
+    )
 
 
 def _check_causality(model: Any, task: Task, config: HfModelConfig) -> None:

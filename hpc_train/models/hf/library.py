@@ -32,6 +32,11 @@ def get_class(name: str) -> Any:
         return getattr(import_transformers(), name)
 
 
+def has_class(auto_class: str, config: Any) -> bool:
+    """Return whether this automatic class, such as AutoModelForCausalLM, has a model for the library's `config`."""
+    return type(config) in get_class(auto_class)._model_mapping
+
+
 def import_transformers() -> ModuleType:
     """Import the library. Raises UserError if it is not installed or too old."""
     try:

@@ -132,7 +132,11 @@ def read_peft(folder: Path, model: ModelConfig, layers: Mapping[str, tuple[int, 
     for name, tensor in read_safetensors(folder / WEIGHTS_FILE).items():
         suffix = next((suffix for suffix in _SUFFIXES if name.endswith(suffix)), None)
         if suffix is None or not name.startswith(_PREFIX):
-            raise UserError(f"{folder / WEIGHTS_FILE}: {name!r} is not of LoRA or DoRA on a linear layer")
+            raise UserError(
+                f"{folder / WEIGHTS_FILE}: {name!r} is not of LoRA or DoRA on a linear layer; save the whole weights "
+                "beside them, such as a resized vocabulary, in the base model, and the adapter with "
+                "save_embedding_layers=False"
+            )
         tensors_of_layer.setdefault(name.removeprefix(_PREFIX).removesuffix(suffix), {})[_SUFFIXES[suffix]] = tensor
     matched = _match_layers(tensors_of_layer, model, layers, folder)
     adapters = {}
