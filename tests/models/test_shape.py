@@ -45,6 +45,9 @@ PUBLISHED = {
     "llama_tiny": 820_352,  # ours
     "mixtral_8x7b": 46_702_792_704,  # the sum over the published checkpoint, as of the next two
     "olmoe_1b_7b": 6_919_161_856,
+    "olmo2_13b": 13.7e9,  # OLMo Team 2025, arXiv:2501.00656
+    "olmo2_32b": 32.2e9,
+    "olmo2_7b": 7.3e9,
     "olmo3_32b": 32.2e9,  # Olmo Team 2025, arXiv:2512.13961
     "olmo3_7b": 7.3e9,
     "qwen3_30b_a3b": 30_532_122_624,

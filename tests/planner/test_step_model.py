@@ -23,6 +23,7 @@ from hpc_train.planner.model.jobs import (
 )
 from hpc_train.planner.model.network import all_gather_seconds, all_reduce_seconds, exposed_seconds, make_rank_group
 from hpc_train.planner.model.products import wave_quantization
+from hpc_train.planner.model.stage_layers import split_layers
 from hpc_train.planner.model.step_time import Estimate, StepTime, estimate_jobs
 
 FLAGSHIP = (
@@ -299,3 +300,11 @@ def test_bands_differ_by_stack_and_generation() -> None:
     assert spread(stack=MEGATRON, peak_flops=2500e12, peak_flops_attention=2500e12) == CONSTANTS.spread_blackwell
     assert spread(stack=DEEPSPEED) == CONSTANTS.spread_deepspeed
     assert (spread(stack=FSDP, tp=1), spread(stack=FSDP)) == (CONSTANTS.spread_fsdp, CONSTANTS.spread_pytorch)
+
+
+def test_a_rank_of_several_stages_has_one_layer_more_not_one_in_each() -> None:
+    """Of 80 layers in 20 stages one has five, and the last, which has the head, three."""
+    sizes = {"layers": 80, "pp": 4, "virtual_stages": 5, "vocab": 128256, "hidden": 8192, "feed_forward": 28672}
+    split = split_layers(job(**sizes, gated=1, heads=64, kv_heads=8, head_dim=128, sequence=8192))
+    assert float(split.middle) <= 21
+    assert float(split.first + split.last) + 2 * float(split.middle) >= 80

@@ -69,6 +69,7 @@ def jobs_from_config(config: RunConfig, world: int | None = None) -> Jobs:
         **shape,
         **_make_technique_columns(config, degrees, shape["layers"]),
         **make_machine_columns(config.cluster, config.precision.name, count_ranks_per_node(config)),
+        **_make_kernel_columns(config),
         **_make_float8_columns(config),
         "adapter_weights": _count_adapter_weights(config),
         **_make_format_columns(config, degrees),
@@ -76,6 +77,14 @@ def jobs_from_config(config: RunConfig, world: int | None = None) -> Jobs:
     }
     jobs = Jobs(**{name: as_column(value) for name, value in columns.items()})
     return replace(jobs, optimizer_bytes=jobs.weight_bytes * _count_optimizer_states(config.optim, jobs))
+
+
+def _make_kernel_columns(config: RunConfig) -> dict[str, float]:
+    """Return the ceiling of FlashAttention-2 if the run asks for it: torch's own choice is cuDNN's kernels."""
+    listed_gpu = find_accelerator(config.cluster.gpu.name or "")
+    if listed_gpu is None or getattr(config.model, "attention", "auto") != "flash":
+        return {}
+    return {"attention_ceiling": attention_peak(listed_gpu, new_kernels=False)}
 
 
 def _make_float8_columns(config: RunConfig) -> dict[str, float]:

@@ -36,13 +36,19 @@ def split_layers(jobs: Jobs) -> LayerSplit:
         even_middle, even_last = _even(jobs, stages)
         middle, last = np.where(is_ours, middle, even_middle), np.where(is_ours, last, even_last)
     rank, last_rank = middle * jobs.virtual_stages, middle * (jobs.virtual_stages - 1) + last
-    # hpc_train's stages differ by one layer if the layers do not divide, and earlier stages have fewer. A middle rank
-    # has the most of any; the first one has what the others leave, but no fewer than its smallest possible stages.
+    # hpc_train's stages differ by one layer if the layers do not divide, and earlier stages have fewer. With one stage
+    # a rank, a middle rank has the most; the first has what the others leave, but no fewer than the smallest stage.
     fewest = np.floor((jobs.layers - last) / np.maximum(stages - 1, 1)) * jobs.virtual_stages
     left = jobs.layers - (jobs.pp - 2) * rank - last_rank
     first = np.clip(np.where(is_ours, np.maximum(left, fewest), left), 0, rank)
     unsplit = jobs.pp == 1
-    return LayerSplit(*(np.where(unsplit, jobs.layers, count) for count in (first, rank, last_rank)))
+    ranks: tuple[Column, ...] = (first, rank, last_rank)
+    # Of several stages of a rank few have one layer more.
+    several = is_ours & (jobs.virtual_stages > 1) & ~unsplit & (stages <= jobs.layers)
+    if np.any(several):
+        exact = rank_layers(jobs, np.isin(jobs.schedule, V_SHAPED))
+        ranks = tuple(np.where(several, count, other) for count, other in zip(exact, ranks, strict=False))
+    return LayerSplit(*(np.where(unsplit, jobs.layers, count) for count in ranks))
 
 
 def _even(jobs: Jobs, stages: Column) -> tuple[Column, Column]:
