@@ -341,6 +341,24 @@ def test_a_spare_node_takes_over_in_the_same_job(
 
 
 @pytest.mark.long
+def test_a_job_that_loses_the_node_of_its_script_is_requeued_without_it(
+    slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
+) -> None:
+    """Slurm itself would leave a job with a spare node running, without any process, up to its time limit."""
+    run = tmp_path / "run"
+    job = start(run, settings, "launch.spares=1", faults="1:train:33:hold")
+    wait_until("the hold", lambda: (tmp_path / "1:train:33:hold").exists())
+    host = slurm_cluster.job(job)["BatchHost"]
+    with slurm_cluster.powered_off(host):
+        slurm_cluster.wait_for_state(job, "COMPLETED", timeout=240)
+    assert_same_result(run, undisturbed, STEPS)
+    (requeue,) = (event for event in lines(run / "events.jsonl") if event["event"] == "requeue")
+    assert requeue["why"] == f"{host}, the node of the batch script, is lost"
+    assert [(strike["host"], strike["weight"]) for strike in lines(run / "nodes.jsonl")] == [(host, 2)]
+    assert host not in hosts_of(run).values()
+
+
+@pytest.mark.long
 def test_a_node_on_which_ranks_die_twice_is_replaced_by_a_spare(
     slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
 ) -> None:
