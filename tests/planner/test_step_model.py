@@ -308,3 +308,11 @@ def test_a_rank_of_several_stages_has_one_layer_more_not_one_in_each() -> None:
     split = split_layers(job(**sizes, gated=1, heads=64, kv_heads=8, head_dim=128, sequence=8192))
     assert float(split.middle) <= 21
     assert float(split.first + split.last) + 2 * float(split.middle) >= 80
+
+
+def test_a_cpu_hides_neither_launches_nor_traffic() -> None:
+    device, cpu = (job(**SHARDED, tp=1, pp=1, host_computes=flag) for flag in (0, 1))
+    ahead, itself = (estimate_jobs(jobs, CONSTANTS).time for jobs in (device, cpu))
+    assert float(ahead.launch) == 0 < float(itself.launch)
+    assert float(ahead.data) < float(itself.data)
+    assert float(ahead.compute) == float(itself.compute)

@@ -362,6 +362,7 @@ def make_machine_columns(cluster: ClusterConfig, precision: str, ranks: int) -> 
         "peak_flops_attention": speeds.flops,
         "gemm_ceiling": speeds.ceiling,
         "attention_ceiling": attention_peak(listed_gpu, True) if listed_gpu else 0.5,
+        "host_computes": bool(figures.measured and figures.measured.device and figures.measured.device.name == "cpu"),
         "multiprocessors": listed_gpu.multiprocessors if listed_gpu else 0,
         "memory_bytes": speeds.memory,
         "memory_bandwidth": speeds.bandwidth,

@@ -239,6 +239,8 @@ class Jobs:
     separate_gathers: Column = field(default_factory=_zero)
     """1: with tp that splits positions, each linear layer gathers its input by itself (ColwiseParallel with
     input_layouts=Shard(1)), and not queries, keys and values together. hpc_train gathers once."""
+    host_computes: Column = field(default_factory=_zero)
+    """1: the device is a CPU: the host launches nothing ahead of it, and no communication runs beside computation."""
     # Adapters.
     adapter_weights: Column = field(default_factory=_zero)
     """Trained weights of the adapters (LoRA) of one layer, whose own weights are frozen; 0: all weights are trained."""

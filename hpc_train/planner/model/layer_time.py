@@ -84,7 +84,11 @@ def _time_layer(jobs: Jobs, constants: Constants, work: LayerWork) -> LayerTime:
     forward, backward = np.maximum(once, copy), np.maximum(back, copy)
     tensor_forward, tensor_backward = _tensor_seconds(jobs, constants)
     waits = expert_launch_seconds(jobs, constants) if jobs.has_experts else np.zeros(())
-    # The host launches kernels ahead of the device, which waits only if launching takes longer than computing.
+    # The host launches kernels ahead of the device, which waits only if launching takes longer than computing. A CPU
+    # computes the kernels itself.
+    hidden_forward, hidden_backward = (
+        choose(jobs.host_computes > 0, 0.0, part) for part in (forward + tensor_forward, backward + tensor_backward)
+    )
     return LayerTime(
         forward=forward,
         backward=backward,
@@ -93,8 +97,8 @@ def _time_layer(jobs: Jobs, constants: Constants, work: LayerWork) -> LayerTime:
         tensor_backward=tensor_backward,
         context=_context_seconds(jobs, constants, work),
         experts=exposed_exchange_seconds(jobs, constants, forward, backward) if jobs.has_experts else np.zeros(()),
-        launch_forward=np.maximum(work.launch_forward - forward - tensor_forward, 0) + waits,
-        launch_backward=np.maximum(work.launch_backward - backward - tensor_backward, 0) + 2 * waits,
+        launch_forward=np.maximum(work.launch_forward - hidden_forward, 0) + waits,
+        launch_backward=np.maximum(work.launch_backward - hidden_backward, 0) + 2 * waits,
     )
 
 

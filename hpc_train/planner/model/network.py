@@ -247,7 +247,7 @@ def data_seconds(
         expert_jobs = _replace_expert_shards(jobs)
         more = _time_data_collectives(expert_jobs, constants, uses, experts / jobs.ep, np.zeros(()), jobs.tp * jobs.ep)
         gather, scatter = gather + more[0], scatter + more[1]
-    share = choose(jobs.overlap_data > 0, constants.overlap_data, 0.0)
+    share = choose((jobs.overlap_data > 0) & (jobs.host_computes == 0), constants.overlap_data, 0.0)
     # Gathers for forward overlap forward; gathers for backward and reductions overlap backward. first: share of the
     # gathers that are for forward.
     both = (jobs.zero == 3) & (jobs.reshard > 0)
