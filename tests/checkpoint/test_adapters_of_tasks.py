@@ -14,7 +14,9 @@ from adapted_runs import save_adapted_run
 from checkpoint_commands import Terminal
 from drawn import draw
 
+from hpc_train.checkpoint.convert.adapted_base import explain_lost_layers
 from hpc_train.config.compose import compose
+from hpc_train.config.model import HfModelConfig
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
@@ -63,3 +65,13 @@ def test_peft_loads_the_adapter_of_any_task(tmp_path: Path, capsys: pytest.Captu
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["task_type"] == task
     theirs = peft.PeftModel.from_pretrained(load(), tmp_path / "adapter").double().eval()
     torch.testing.assert_close(theirs(**inputs).logits, ours, rtol=1e-10, atol=1e-10)
+
+
+def test_layers_that_peft_takes_for_experts_are_said_to_be_lost(tmp_path: Path) -> None:
+    model = HfModelConfig(path=str(tmp_path))
+    layers = ["model.layers.0.self_attn.o_proj", "model.layers.0.mlp.gate_proj"]
+    transformers.DeepseekV3Config().save_pretrained(tmp_path)
+    assert "PEFT takes model.layers.0.mlp.gate_proj and 0 more" in (explain_lost_layers(layers, model) or "")
+    assert explain_lost_layers(layers[:1], model) is None
+    transformers.LlamaConfig().save_pretrained(tmp_path)
+    assert explain_lost_layers(layers, model) is None

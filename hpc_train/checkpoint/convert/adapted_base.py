@@ -19,9 +19,28 @@ from hpc_train.config.model import HfModelConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import TensorShard
 from hpc_train.models.hf.build import build_hf_model
+from hpc_train.models.hf.config_file import read_config_file
+from hpc_train.models.hf.library import list_names_of_experts
 
 _SAMPLES = 4
 """Tensors that are compared: training or replacing a base changes all of them."""
+
+
+def explain_lost_layers(layers: Sequence[str], model: HfModelConfig) -> str | None:
+    """Return why PEFT would leave out some adapters; None if it takes all. layers: names of those with an adapter.
+
+    In mixtures of experts PEFT gives any layer that is called as the experts' once were, such as one of the shared
+    experts, to the experts.
+    """
+    try:
+        kind = read_config_file(model).model_type
+    except UserError:
+        return None
+    names = list_names_of_experts(kind)
+    lost = [layer for layer in layers if layer.rpartition(".")[2] in names]
+    if not lost:
+        return None
+    return f"PEFT takes {lost[0]} and {len(lost) - 1} more for parts of the experts of {kind}, and loses their adapters"
 
 
 def explain_missing_base(shards: Iterable[TensorShard], model: HfModelConfig) -> str | None:

@@ -67,7 +67,7 @@ class ExportedStep:
     bytes: int
     files: list[str]
     problem: str | None = None
-    """Why adapters do not fit the model that they name as their base."""
+    """Why adapters would not compute in PEFT what was trained."""
 
 
 def export_step(step: OpenStep, folder: Path, options: ExportOptions, progress: Progress) -> ExportedStep:
@@ -99,14 +99,22 @@ def export_step(step: OpenStep, folder: Path, options: ExportOptions, progress: 
 
 
 def _find_base_problem(step: OpenStep, tensors: list[SavedTensor], options: ExportOptions) -> str | None:
-    """Return why exported adapters have no base in model.path; a step without its base has been compared with it."""
-    if options.format != "adapter" or needs_base(step.manifest):
+    """Return why PEFT would not compute what was trained from exported adapters and the files of model.path."""
+    if options.format != "adapter":
         return None
     model = _read_config_of_step(options, step).model
     if not isinstance(model, HfModelConfig):
         return None
-    from hpc_train.checkpoint.convert.adapted_base import explain_missing_base, read_adapted_weights
+    from hpc_train.checkpoint.convert.adapted_base import (
+        explain_lost_layers,
+        explain_missing_base,
+        read_adapted_weights,
+    )
 
+    if (lost := explain_lost_layers(list(find_adapted_layers(tensors)), model)) is not None:
+        return f"{lost}; export with --merged, or train with other adapter.targets"
+    if needs_base(step.manifest):
+        return None  # compared with its base already
     with SavedStepTensors(step.path, step.manifest, step.where) as saved:
         reason = explain_missing_base(read_adapted_weights(_open_source(saved, step, None, options), tensors), model)
     return reason and f"{reason}; PEFT needs a base with those weights: --base FOLDER, or export with --merged"

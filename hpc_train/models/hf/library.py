@@ -195,6 +195,18 @@ def list_unsaved_tensors(model: nn.Module) -> list[str]:
     return list(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
 
 
+_SPLIT_EXPERTS = {"mixtral": ("w1", "w2", "w3"), "qwen2_moe": ("gate_proj", "up_proj", "down_proj")}
+"""Names that single experts had before the library joined them, by the family whose rules a model type follows."""
+
+
+def list_names_of_experts(model_type: str) -> tuple[str, ...]:
+    """Return names of layers that PEFT takes for those of experts in models of this type, even if they are not."""
+    from transformers import conversion_mapping
+
+    patterns: dict[str, str] = getattr(conversion_mapping, "_MODEL_TO_CONVERSION_PATTERN", {})
+    return _SPLIT_EXPERTS.get(patterns.get(model_type, ""), ())
+
+
 SIDE_FILES = (
     "generation_config.json",
     "tokenizer.json",
