@@ -43,12 +43,12 @@ def phases(flow: Flow, group: list[int], backend: str) -> Iterator[tuple[int, li
     around = list(zip(group, group[1:] + group[:1], strict=True))
     along = list(pairwise(group))
     name = flow.collective
-    if name == "all_reduce":
+    if name == "all_reduce" or (name == "reduce_scatter" and gloo):
         yield 2 * (n - 1), [(a, b, 2 * (n - 1) * size / n) for a, b in around]
-    elif name == "all_to_all" or (name == "reduce_scatter" and gloo):
-        yield n - 1, [(a, b, size / n) for a in group for b in group if a != b]
     elif name in ("all_gather", "reduce_scatter"):
         yield n - 1, [(a, b, (n - 1) * size / n) for a, b in around]
+    elif name == "all_to_all":
+        yield n - 1, [(a, b, size / n) for a in group for b in group if a != b]
     elif name == "send_recv":
         yield 1, [(a, b, size) for a, b in (around if flow.ring else along)]
     elif name == "broadcast" and gloo:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hpc_train._torch.process_groups import all_gather
+from hpc_train._torch.process_groups import all_gather, reduce_scatter
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
@@ -23,7 +23,6 @@ from hpc_train.models.attention.plain_attention import attend_plainly
 from hpc_train.models.layers import ScaledDotProduct
 from hpc_train.parallel.context.block_attention import cast_to_autocast
 from hpc_train.parallel.mesh_axes import SequenceShare, get_axis_degree, get_sequence_share, provide_positions
-from hpc_train.parallel.reduce_scatter import sum_parts
 
 
 def apply_context_parallel(part: nn.Module, config: RunConfig, world: World) -> str:
@@ -115,7 +114,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         parts = gradients[0].contiguous()
         local_gradient = torch.empty_like(parts[0])
-        sum_parts(local_gradient, parts, ctx.group)
+        reduce_scatter(local_gradient, parts, ctx.group)
         return local_gradient, None
 
 

@@ -34,7 +34,6 @@ from hpc_train.errors import UserError
 from hpc_train.interfaces import World
 from hpc_train.parallel.mesh_axes import SHARD_CP_AXIS, get_axis_degree
 from hpc_train.parallel.precision import make_mixed_precision_policy
-from hpc_train.parallel.reduce_scatter import GradientExchange, exchanges_parts
 from hpc_train.parallel.user_model import get_named_blocks
 from hpc_train.traffic.sharding import ZERO_STAGE, keeps_gradients, keeps_parameters
 
@@ -66,10 +65,6 @@ def shard_parameters(part: nn.Module, config: RunConfig, world: World) -> str:
             offload_policy=offload,
             reshard_after_forward=reshards,
         )
-    if exchanges_parts(world.mesh.get_group("dp_shard"), world.device):
-        for sharded in part.modules():
-            if isinstance(sharded, FSDPModule):
-                sharded.set_custom_reduce_scatter(GradientExchange())  # type: ignore[arg-type]
     # A pipeline names its prefetch targets: by default fully_shard takes the previous group in forward order, which may
     # belong to another micro-batch.
     named = degrees.pp > 1 and not keeps

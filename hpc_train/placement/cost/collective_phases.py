@@ -6,7 +6,7 @@ ProcessGroupGloo, from gloo's source and checked by counting bytes on a loopback
 buffers of 4 MiB, sent by 4 ranks together):
 
     all_reduce       ring: reduce-scatter, then all-gather                   2 (n-1)/n of the buffer on an edge
-    reduce_scatter   gloo: an all_to_all and a sum, as in parallel/          1/n
+    reduce_scatter   gloo: an all_reduce, of which each rank keeps a part    2 (n-1)/n     (6.01 buffers counted in all)
                      nccl: ring                                              (n-1)/n
     all_gather       ring                                                    (n-1)/n       (3.01)
     all_to_all       every pair                                              1/n           (3.00)
@@ -56,19 +56,18 @@ def list_phases(flow: Flow, ranks: int, backend: Backend) -> tuple[CollectivePha
     ring = CollectivePhase("ring", part, ranks - 1)
     # An all_reduce is a reduce-scatter and an all-gather: the ring is gone round twice.
     both = CollectivePhase("ring", 2 * part, 2 * (ranks - 1))
-    # The messages of a rank go out one after the other, although to different ranks.
-    pairs = CollectivePhase("pairs", 1 / ranks, ranks - 1)
     pieces = CollectivePhase("chain", 1.0, ranks - 1)
     gloo = backend == "gloo"
     match flow.collective:
         case "all_reduce":
             return (both,)
         case "reduce_scatter":
-            return (pairs,) if gloo else (ring,)
+            return (both,) if gloo else (ring,)
         case "all_gather":
             return (ring,)
         case "all_to_all":
-            return (pairs,)
+            # The messages of a rank go out one after the other, although to different ranks.
+            return (CollectivePhase("pairs", 1 / ranks, ranks - 1),)
         case "broadcast":
             return tuple(CollectivePhase("tree", 1.0, 1, number) for number in range(rounds)) if gloo else (pieces,)
         case "reduce":
