@@ -208,7 +208,8 @@ class FaultSequence:
 
     def finish(self) -> None:
         """Resume the run, whose batch script was killed last, to its end, and compare it with one without faults."""
-        self.cluster.wait_for_state(self.job, "FAILED", timeout=60)
+        # A slurmstepd that hangs is given up after 180 s (UnkillableStepTimeout).
+        self.cluster.wait_for_state(self.job, "FAILED", timeout=240)
         self.repair()
         (self.run.parent / "fast").touch()
         resumed = hpc_train("resume", "--json", str(self.run), **self._variables("0"))

@@ -173,6 +173,14 @@ class SlurmCluster:
             assert time.monotonic() < end, f"{name} is {now} after {timeout:g} s, not {state}"
             time.sleep(PAUSE)
 
+    def wait_for_idle_nodes(self, timeout: float) -> None:
+        """Wait until all nodes are idle. Those that Slurm drains meanwhile come back; see resume_drained_nodes."""
+        end = time.monotonic() + timeout
+        while set(states := self.command("sinfo", "-hN", "-p", "batch", "-o", "%T").split()) != {"idle"}:
+            assert time.monotonic() < end, f"nodes are {', '.join(states)} after {timeout:g} s, not idle"
+            self.resume_drained_nodes()
+            time.sleep(PAUSE)
+
     def node_state(self, name: str) -> str:
         return self.command("sinfo", "-h", "-N", "-p", "batch", "-n", name, "-o", "%T").strip()
 

@@ -27,9 +27,7 @@ def cluster(second_cluster: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
     conf = slurm_conf(second_cluster)
     monkeypatch.setenv("SLURM_CONF", str(conf))
     made = SlurmCluster(conf, second_cluster)
-    made.resume_drained_nodes()  # a node of the test before, on which Slurm could not end a task in time
-    for number in range(1, 6):
-        made.wait_for_node(f"node{number}", timeout=120)
+    made.wait_for_idle_nodes(timeout=300)  # a node on which Slurm cannot end a task is drained after 180 s
     yield made
     for job in made.squeue("-o", "%A"):
         made.scancel(job)
