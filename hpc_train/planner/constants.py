@@ -144,15 +144,15 @@ class Constants:
     """Standard deviation of log(measured / predicted) of step time of runs whose source the fit has not seen: of
     Megatron in 16 bits on A100 and H100, and of all that has no constant of its own."""
     spread_narrow: float = 0.07
-    """The same for Megatron in 8 or 4 bits: no column says how its operands are scaled."""
+    """Standard deviation for Megatron in 8 or 4 bits: no column says how its operands are scaled."""
     spread_deepspeed: float = 0.1
-    """The same for DeepSpeed."""
+    """Standard deviation for DeepSpeed."""
     spread_fsdp: float = 0.08
-    """The same for PyTorch's own sharding without tensor parallelism; of groups that the fit has not seen, since one
-    source has nearly all runs."""
+    """Standard deviation for PyTorch's own sharding without tensor parallelism, of groups that the fit has not seen:
+    nearly all runs are from one source."""
     spread_pytorch: float = 0.15
-    """The same for tensor parallelism of PyTorch's stacks, from the runs that were fitted to: few sources have it, and
-    a fit without one of them has not seen what it has."""
+    """Standard deviation for tensor parallelism of PyTorch's stacks, from the fitted runs: so few sources have it that
+    a fit without one of them could not predict it."""
     spread_blackwell: float = 0.1
     """Least spread on Blackwell and later."""
     spread_experts: float = 0.15

@@ -39,7 +39,7 @@ class FamousJob:
     degrees: tuple[str, ...]
     techniques: tuple[str, ...]
     fixed: tuple[str, ...] = ()
-    """What a plan may not choose."""
+    """Settings that the plan has to keep."""
 
 
 FAMOUS = {

@@ -303,7 +303,7 @@ def test_bands_differ_by_stack_and_generation() -> None:
 
 
 def test_a_rank_of_several_stages_has_one_layer_more_not_one_in_each() -> None:
-    """Of 80 layers in 20 stages one has five, and the last, which has the head, three."""
+    """80 layers in 20 stages: one stage has five layers, and the last, with the head, three."""
     sizes = {"layers": 80, "pp": 4, "virtual_stages": 5, "vocab": 128256, "hidden": 8192, "feed_forward": 28672}
     split = split_layers(job(**sizes, gated=1, heads=64, kv_heads=8, head_dim=128, sequence=8192))
     assert float(split.middle) <= 21

@@ -148,7 +148,7 @@ class WeightsPlan:
     unused: list[str]
     """Tensors of the files that the model has no place for."""
     computed: set[str]
-    """Those of `missing` that no file has, since the model's own code computes them, such as Marian's positions."""
+    """Names in `missing` of parameters that the model's own code computes and no file has: Marian's positions."""
 
     def fill(self, model: nn.Module, values: DeferredValues) -> None:
         """Let `values` read the parameters when they are asked for, and read the buffers now."""

@@ -40,7 +40,7 @@ _SUPERVISOR_ENDS = ("--kill-on-bad-exit=0", "--wait=60")
 sends TERM, sleeps for so long before it sends KILL, and only then tells srun which ranks have ended. --wait is for
 ranks whose supervisor is gone."""
 _OTHERS_GO_ON = ("--kill-on-bad-exit=0", "--wait=0", "--no-kill")
-"""The same for ranks that go on without those that fail, or whose nodes do (parallel.sync.lost_after_seconds)."""
+"""srun's options for ranks that continue when others fail or lose their node (parallel.sync.lost_after_seconds)."""
 
 
 def checked_lines(name: str, lines: Sequence[str]) -> list[str]:

@@ -18,9 +18,9 @@ from hpc_train.planner.model.step_time import estimate_step_time
 
 Floats = NDArray[np.float64]
 _VOCABULARIES = (50_304.0, 51_200.0, 64_000.0)
-"""Of GPTs, from the fitted runs that state one; BLOOM's 250,880 for many languages is the only other one."""
+"""Vocabularies of GPTs in the fitted runs that state one, without BLOOM's 250,880 for many languages."""
 _LLAMA_VOCABULARIES = (32_000.0, 128_256.0, 151_936.0)
-"""Of models with gated feed-forward layers: Llama 2 and 3, Qwen3."""
+"""Vocabularies of models with gated feed-forward layers: Llama 2, Llama 3, Qwen3."""
 _VIRTUAL_STAGES = (1.0, 2.0, 4.0)
 _BANDWIDTHS = (0.5, 1.0, 2.0)
 _WIDTHS = (2.7, 3.5, 4.0)

@@ -1,5 +1,5 @@
-"""Leave ranks alone that go on without others: copies of the model of which any but the first may be lost
-(parallel.sync.lost_after_seconds).
+"""Decide whether a run continues when some of its ranks are lost: with parallel.sync.lost_after_seconds, copies of the
+model train on without any copy but the first.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hpc_train.resilience.watch import RankView
 from hpc_train.training.records.run_records import LOSS_ALLOWED
 
 LEFT_TO_OTHERS = "left to the other copies: parallel.sync.lost_after_seconds"
-"""What is done about a lost node whose ranks the others go on without."""
+"""Action in the report of a lost node if the ranks on the other nodes continue."""
 _UNNOTICED_SECONDS = 120.0
 """How long ranks may take to find out that a node is lost: its connections are not closed, they only fall silent."""
 

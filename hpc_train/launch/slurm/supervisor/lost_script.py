@@ -17,7 +17,7 @@ from pathlib import Path
 from hpc_train.cluster.hostlist import expand_hostlist
 from hpc_train.errors import EXIT_REQUEUE
 from hpc_train.launch.slurm.slurm_cli import current_job_id, run_client
-from hpc_train.regular_files import read_json
+from hpc_train.regular_files import read_json, read_text
 from hpc_train.resilience.agent import name_this_node
 from hpc_train.resilience.exclusion import EXCLUDE, HARDWARE, Strike, append_strike
 from hpc_train.training.records.run_records import append_event
@@ -75,7 +75,7 @@ def requeue_without(logs: Path, job: str, host: str) -> bool:
 def _read_exclusion(logs: Path) -> str:
     """Return the nodes that the job is to leave out, those of launch.exclude too; "" for no change."""
     try:
-        nodes = (logs / EXCLUDE).read_text().strip()
+        nodes = read_text(logs / EXCLUDE).strip()
         config = read_json(logs.parents[1] / "job.json")["config"]
     except (OSError, ValueError, KeyError):
         return ""

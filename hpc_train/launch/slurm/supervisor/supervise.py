@@ -71,7 +71,7 @@ from hpc_train.resilience.watch import RankView, find_hang
 from hpc_train.training.records.run_records import append_event
 
 ENDED = "ended"
-"""What is done about the ranks after most faults."""
+"""Action in the report of most faults: the ranks were ended."""
 _CLAIM = "supervisor.lock"
 _WITHOUT_STEPS = (Phase.START, Phase.LOAD, Phase.FIRST_STEP)
 """Phases of ranks that have nothing to save."""
