@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -50,6 +51,21 @@ def one_line(text: str) -> str:
 def for_stream(text: str, stream: TextIO) -> str:
     """Return the text to write to a stream: escaped on a terminal, unchanged elsewhere."""
     return escape_controls(text, colours=True) if stream.isatty() else text
+
+
+def open_missing_streams() -> None:
+    """Give a process that was started without standard input, output or error (`>&-`, some daemons) /dev/null for it.
+
+    Otherwise the next file that is opened would take the free descriptor, and what a child prints would go into it.
+    """
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != descriptor:
+                os.dup2(opened, descriptor)
+                os.close(opened)
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 @contextmanager

@@ -101,3 +101,25 @@ def test_it_runs_as_a_module() -> None:
 def test_a_name_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "inspect", "a\x1b[2J\nb"]) == 2
     assert capsys.readouterr().err.startswith("hpc-train: no token store at a\\x1b[2J\\nb: build one with ")
+
+
+def test_a_process_without_standard_streams_gives_its_files_other_descriptors(tmp_path: Path) -> None:
+    """With `>&-`, a file would be opened as descriptor 1, and output of children would go into it."""
+    code = "import sys; from hpc_train.cli.main import main; code = main(sys.argv[2:]); seen = open(sys.argv[1], 'w')"
+    command = f'{code}; print(code, file=seen); print(seen.fileno(), file=seen); print("nowhere", flush=True)'
+    closed = ["bash", "-c", '"$@" <&- >&- 2>&-', "bash", sys.executable, "-c", command]
+    subprocess.run([*closed, str(tmp_path / "seen"), "explain", "optim.lr"], check=True)
+    code_line, descriptor = (tmp_path / "seen").read_text().split()
+    assert code_line == "0"
+    assert int(descriptor) > 2
+
+
+def test_a_current_directory_that_is_gone_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(["status", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "hpc-train: the current directory no longer exists; cd to one that does\n"

@@ -14,13 +14,14 @@ import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NoReturn
 
 from hpc_train import __version__
 from hpc_train.cli.arguments import add_command, add_examples
 from hpc_train.errors import EXIT_FAILED, EXIT_USER_ERROR, UserError
 from hpc_train.near_names import TYPO, did_you_mean, find_near_names
-from hpc_train.terminal import escaping_stdout, one_line
+from hpc_train.terminal import escaping_stdout, one_line, open_missing_streams
 
 EXIT_INTERRUPTED = 130
 """128 + SIGINT."""
@@ -74,7 +75,11 @@ _EXAMPLES = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. A UserError becomes one line on stderr and exit code 2."""
+    open_missing_streams()
     arguments = parse_command_line(argv)
+    if _is_folder_gone():
+        print("hpc-train: the current directory no longer exists; cd to one that does", file=sys.stderr)
+        return EXIT_USER_ERROR
     try:
         # Progress bars and attached shells need escape sequences; the output of a job must not use them.
         with nullcontext() if _moves_cursor(arguments) else escaping_stdout():
@@ -111,6 +116,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"hpc-train: {one_line(str(error))}", file=sys.stderr)
         return EXIT_FAILED
+
+
+def _is_folder_gone() -> bool:
+    """Whether the current directory was removed: no relative path means anything there, and libraries ask for it."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _is_damaged_checkpoint(error: Exception) -> bool:

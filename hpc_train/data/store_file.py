@@ -5,6 +5,8 @@ A store gets its name only when it is complete, and never changes once it has it
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +75,20 @@ def check_new_store(out: str | Path, overwrite: bool, kind: StoreKind) -> Path:
     return path
 
 
+def make_cache(cache: str) -> None:
+    """Make the folder of the stores that runs build from their sources. Raises UserError if it cannot be written."""
+    folder = Path(cache).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise UserError(
+            f"data.cache={cache}: {error.strerror}; set data.cache or HPC_TRAIN_CACHE to a folder that can be written, "
+            "or data.path to a store"
+        ) from error
+
+
 def open_store(path: Path, kind: StoreKind, read: Callable[[h5py.File, Path], T]) -> T:
     """Open a store with `read`. Raises UserError if it is missing, damaged, of another kind or of a later format."""
     if not path.is_file():
@@ -85,6 +101,9 @@ def open_store(path: Path, kind: StoreKind, read: Callable[[h5py.File, Path], T]
     except UserError:
         raise
     except Exception as error:  # h5py raises nearly every kind on a damaged header
+        # Only the operating system's errors have a number: what cannot be read need not be damaged.
+        if isinstance(error, OSError) and error.errno:
+            raise UserError(f"{path}: the {kind.name} cannot be read: {os.strerror(error.errno)}") from error
         raise UserError(f"{path} {_explain_unreadable(path, kind)} ({_first_line(error)})") from error
 
 

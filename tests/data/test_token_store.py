@@ -1,5 +1,6 @@
 """The token store: what is written is what the memory map reads, and nothing half-written has a name."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -13,6 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpc_train.config.compose import compose
+from hpc_train.data.corpus.build import ensure_store
 from hpc_train.data.store_file import TOKEN_STORE, is_store
 from hpc_train.data.token_store import (
     SLICE_TOKENS,
@@ -273,3 +276,23 @@ def test_a_pipe_is_no_store_and_is_not_waited_for(tmp_path):
     assert not is_store(tmp_path / "pipe.h5", TOKEN_STORE)
     with pytest.raises(UserError, match="no token store at"):
         TokenStore.open(tmp_path / "pipe.h5")
+
+
+def test_a_store_that_cannot_be_read_is_not_called_damaged(tmp_path, monkeypatch):
+    """As where the memory of a process is limited."""
+    store = written(tmp_path / "a.h5", random_tokens(100)).path
+
+    def fail(*_args, **_options):
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(np, "memmap", fail)
+    with pytest.raises(UserError, match="the token store cannot be read: Cannot allocate memory"):
+        TokenStore.open(store)
+
+
+def test_a_cache_that_cannot_be_made_names_the_setting(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "text.txt").write_text("some text")
+    config = compose([f"data.sources=[{tmp_path}/text.txt]", f"data.cache={tmp_path}/file/cache"]).data
+    with pytest.raises(UserError, match=r"data.cache=.*: Not a directory; set data.cache or HPC_TRAIN_CACHE"):
+        ensure_store(config)

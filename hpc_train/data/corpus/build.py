@@ -22,7 +22,7 @@ from hpc_train.data.corpus.part_files import (
 from hpc_train.data.corpus.sources import SourceFile, find_source_files
 from hpc_train.data.corpus.text_files import recognise_files
 from hpc_train.data.corpus.tokenize import LeftOut, Tokenization, describe_assistant_part, tokenize_part
-from hpc_train.data.store_file import TOKEN_STORE, check_new_store
+from hpc_train.data.store_file import TOKEN_STORE, check_new_store, make_cache
 from hpc_train.data.token_store import VERSION, StoreHeader, TokenBlock, TokenStore, write_store
 from hpc_train.data.tokenizers.tokenizer import BYTE_VOCAB, ByteTokenizer, Tokenizer, train_bpe
 from hpc_train.data.tokenizers.tokenizer_folder import load_tokenizer_folder
@@ -110,6 +110,7 @@ def ensure_store(config: TokenDataConfig) -> Path:
     recipe, files = _make_recipe(config)
     path = _locate_cached_store(config, recipe, files)
     if not path.exists():
+        make_cache(config.cache)
         _write_tokens(recipe, files, path)
     return path
 

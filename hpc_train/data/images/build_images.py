@@ -15,7 +15,7 @@ from hpc_train.data.images.decoding import ImageError, check_image, import_pillo
 from hpc_train.data.images.image_entries import ImageEntry, find_folder_entry, list_files, number_labels
 from hpc_train.data.images.image_store import VERSION, ImageStore, write_image_store
 from hpc_train.data.images.webdataset_tar import read_tar_entries
-from hpc_train.data.store_file import IMAGE_STORE, check_new_store
+from hpc_train.data.store_file import IMAGE_STORE, check_new_store, make_cache
 from hpc_train.errors import UserError
 from hpc_train.regular_files import open_to_read
 
@@ -57,6 +57,7 @@ def ensure_image_store(config: ImageFilesDataConfig) -> Path:
         return Path(config.path).expanduser()
     out = locate_image_store(config)
     if not out.exists():  # two jobs may do so at once: both write the same bytes
+        make_cache(config.cache)
         try:
             _write_images(config.sources, config.label_key, out, None, config.decode_threads, None)
         except OSError as error:
