@@ -46,7 +46,7 @@ def test_wheel_has_every_module_and_conf_file(dist: Path) -> None:
     conf = {f"hpc_train/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml")}
     assert modules - packed == set()
     assert conf - packed == set()
-    shell = {f"hpc_train/launch/slurm/{name}.sh" for name in ("job", "batch", "callables")}
+    shell = {f"hpc_train/launch/slurm/{name}.sh" for name in ("job", "guard", "batch", "callables")}
     assert {"hpc_train/py.typed", *shell} <= packed
 
 

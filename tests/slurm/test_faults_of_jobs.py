@@ -341,13 +341,20 @@ def test_a_spare_node_takes_over_in_the_same_job(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("fault", ["hold", "kill"])
 def test_a_job_that_loses_the_node_of_its_script_is_requeued_without_it(
-    slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
+    slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path, fault: str
 ) -> None:
-    """Slurm itself would leave a job with a spare node running, without any process, up to its time limit."""
+    """Slurm itself would leave a job with a spare node running, without any process, up to its time limit.
+
+    kill: it is lost between two attempts, when no agent runs.
+    """
     run = tmp_path / "run"
-    job = start(run, settings, "launch.spares=1", faults="1:train:33:hold")
-    wait_until("the hold", lambda: (tmp_path / "1:train:33:hold").exists())
+    job = start(run, settings, "launch.spares=1", faults=f"1:train:33:{fault}")
+    if fault == "hold":
+        wait_until("the hold", lambda: (tmp_path / "1:train:33:hold").exists())
+    else:
+        wait_until("the decision", lambda: "restart" in kinds(run))
     host = slurm_cluster.job(job)["BatchHost"]
     with slurm_cluster.powered_off(host):
         slurm_cluster.wait_for_state(job, "COMPLETED", timeout=240)

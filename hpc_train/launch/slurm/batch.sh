@@ -90,10 +90,11 @@ choose_nodes() {
 begin_run() {
   choose_nodes /dev/null
   make_attempt
-  trap 'write_result $?' EXIT
+  trap 'write_result $?; end_guards' EXIT
   pass_stop_signals_on
   mark_started
   export_attempt
+  start_guards
 }
 
 # --- modules, code

@@ -1,4 +1,4 @@
-"""Write the batch script of a run: its settings, the shell functions of job.sh and batch.sh, and calls of them.
+"""Write the batch script of a run: its settings, the functions of job.sh, guard.sh and batch.sh, and calls of them.
 
 sbatch copies one file, so the functions stand whole in every script: what was submitted is what runs. Every value
 is quoted, or is a number.
@@ -28,8 +28,9 @@ _MODULE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/@=~-]*")
 
 @cache
 def shell_functions(kind: Literal["batch", "callables"] = "batch") -> str:
-    """Return the text of job.sh and, of the scripts of this kind, batch.sh or callables.sh."""
-    files = [Path(__file__).with_name(name) for name in ("job.sh", f"{kind}.sh")]
+    """Return the text of job.sh and, of the scripts of this kind, guard.sh and batch.sh, or callables.sh."""
+    names = ("job", "guard", "batch") if kind == "batch" else ("job", "callables")
+    files = [Path(__file__).with_name(f"{name}.sh") for name in names]
     return "\n\n".join(file.read_text().rstrip("\n") for file in files)
 
 
@@ -72,7 +73,7 @@ def lines_before_ranks(config: RunConfig, folder: RunDirectory, nodes: int, pyth
 
 
 def setting_lines(config: RunConfig, python_path: Sequence[str], nodes: int) -> list[str]:
-    """Return the assignments that batch.sh and job.sh read. nodes: of the run, without spares.
+    """Return the assignments that job.sh, guard.sh and batch.sh read. nodes: of the run, without spares.
 
     Raises UserError for text that cannot name a module.
     """
@@ -88,7 +89,7 @@ def setting_lines(config: RunConfig, python_path: Sequence[str], nodes: int) -> 
         f"hpc_modules=({shlex.join(cluster.modules)}) hpc_module_path=({shlex.join(cluster.module_path)})",
         f"hpc_module_purge={str(cluster.module_purge).lower()}",
         f"hpc_watch=({_watch_command(config)}) hpc_restart=({_restart_command(config)})",
-        f"hpc_fit=({_fit_command(config)})",
+        f"hpc_fit=({_fit_command(config)}) hpc_guard=({_guard_command(config)})",
         f"hpc_nodes={nodes} hpc_ranks={nodes * cluster.ranks_per_node} hpc_spares={launch.spares}",
         f"hpc_elastic={str(bool(config.resilience.elastic.min_nodes)).lower()}",
         f"hpc_losses={str(config.parallel.sync.lost_after_seconds is not None).lower()}",
@@ -112,6 +113,12 @@ def _fit_command(config: RunConfig) -> str:
     if not config.resilience.act:
         return ""
     return shlex.join(python_command(config, False, "-m", "hpc_train.launch.slurm.waiting_time"))
+
+
+def _guard_command(config: RunConfig) -> str:
+    if not config.resilience.act:
+        return ""
+    return shlex.join(python_command(config, False, "-m", "hpc_train.launch.slurm.supervisor.lost_script"))
 
 
 def setup_lines(config: RunConfig) -> list[str]:

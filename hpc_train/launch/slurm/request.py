@@ -206,8 +206,8 @@ def _resource_options(config: RunConfig, folder: RunDirectory, excluded: Sequenc
         **_extra_options(launch),
     }
     loses = launch.spares or config.resilience.elastic.min_nodes or config.parallel.sync.lost_after_seconds is not None
-    # A node that dies must not end the job. Where the ranks have one node, that is the one of the batch script.
-    if loses and node_count(config) > 1:
+    # A node that dies must not end the job. One without other nodes than the batch script's ends with it in any case.
+    if loses and node_count(config) + launch.spares > 1:
         extra["no-kill"] = True
     if launch.reservation:
         extra["reservation"] = launch.reservation

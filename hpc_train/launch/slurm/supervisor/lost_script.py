@@ -2,7 +2,8 @@
 
 A job that outlives its nodes (sbatch --no-kill) also outlives the node of its batch script: Slurm takes that node from
 the job, ends the steps that ran on it, and leaves the job running, without any process, up to its time limit. Agents
-that hear nothing of the supervisor run this module: `python -m hpc_train.launch.slurm.supervisor.lost_script LOGS`.
+that hear nothing of the supervisor, and guards that hear nothing of the batch script (guard.sh), run this module:
+`python -m hpc_train.launch.slurm.supervisor.lost_script LOGS`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,12 @@ def _split_answer(text: str) -> tuple[str, str, str]:
 
 
 def requeue_without(logs: Path, job: str, host: str) -> bool:
-    """Requeue the job, without the node of its batch script if Slurm has enough others; return whether it did."""
+    """Requeue the job, without the node of its batch script if Slurm has enough others; return whether it did.
+
+    A job that may not run again is cancelled.
+    """
+    if not _may_run_again(logs):
+        return _cancel(logs, job, host)
     append_strike(logs.parents[1], Strike(host, HARDWARE, "does not answer", int(logs.name)))
     fit = [sys.executable, "-P", "-m", "hpc_train.launch.slurm.waiting_time", str(logs)]
     with suppress(OSError, subprocess.TimeoutExpired):
@@ -69,6 +75,23 @@ def requeue_without(logs: Path, job: str, host: str) -> bool:
         if run_client(["scontrol", "update", f"jobid={job}", f"ExcNodeList={excluded}"]).code == 0:
             break
         time.sleep(0.1)
+    return True
+
+
+def _may_run_again(logs: Path) -> bool:
+    runs = int(os.environ.get("SLURM_RESTART_COUNT", "0")) + 1
+    try:
+        return bool(runs < read_json(logs.parents[1] / "job.json")["config"]["launch"]["max_attempts"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return True
+
+
+def _cancel(logs: Path, job: str, host: str) -> bool:
+    """Cancel a job that would be left without any process up to its time limit; return whether Slurm did."""
+    if find_lost_host(_ask(job)) is None or run_client(["scancel", job]).code:
+        return False
+    why = f"{host}, the node of the batch script, is lost, and launch.max_attempts allows no other attempt"
+    append_event(logs.parents[1] / "events.jsonl", "gave_up", int(logs.name), why=why)
     return True
 
 

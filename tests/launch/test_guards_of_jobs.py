@@ -1,0 +1,107 @@
+"""The guards of a job, in shell, give it back to the queue where its batch script is gone, and end with the script."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hpc_train.launch.slurm.batch_script import shell_functions
+from hpc_train.launch.slurm.slurm_cli import Answer
+from hpc_train.launch.slurm.supervisor import lost_script
+from hpc_train.regular_files import write_private_file
+from hpc_train.resilience.exclusion import read_strikes
+
+SLURM = """
+run={folder}/run job=7 SLURM_JOB_NODELIST=node[1-4] SLURMD_NODENAME=node1 hpc_spares=1 hpc_python_path=
+SLURM_NTASKS_PER_NODE=4
+mkdir -p $run/logs/0 $run/logs/1
+scontrol() {{ printf 'node%d\\n' 1 2 3 4; }}
+srun() {{
+  echo "${{*:1:9}} $SLURM_NTASKS_PER_NODE" >>{folder}/sruns
+  while [ "$1" != bash ]; do shift; done
+  "$@"
+}}
+wait_for_guards() {{ until [ "$(wc -l <{folder}/sruns)" = 2 ]; do sleep 0.02; done 2>/dev/null; }}
+guard_ping_seconds=0.05 guard_silent_seconds=0.3
+cat >{folder}/lost_script <<END
+echo "\\$1" >>{folder}/asked
+exit {code}
+END
+hpc_guard=(bash {folder}/lost_script)
+"""
+LEFT = 75
+"""Exit code of the command of a guard once the job is requeued."""
+
+
+def run_guards(folder: Path, lines: str, code: int = LEFT) -> list[str]:
+    """Run lines of a batch script with guards, and return which log directories their commands were asked about."""
+    text = f"{shell_functions()}\n{SLURM.format(folder=folder, code=code)}\n{lines}"
+    subprocess.run(["bash", "-c", text], check=True, capture_output=True, timeout=20)
+    asked = folder / "asked"
+    return asked.read_text().splitlines() if asked.exists() else []
+
+
+def test_guards_are_on_the_last_nodes_and_end_with_the_script(tmp_path: Path) -> None:
+    lines = f"""
+    start_guards
+    wait_for_guards
+    sleep 0.5
+    end_guards
+    jobs -pr >{tmp_path}/left
+    """
+    assert run_guards(tmp_path, lines) == []
+    steps = sorted((tmp_path / "sruns").read_text().splitlines())
+    assert ["--nodelist=node3" in step for step in steps] == [True, False]
+    assert ["--nodelist=node4" in step for step in steps] == [False, True]
+    assert not any(step.endswith(" 4") for step in steps), "srun has taken an option of the ranks' step"
+    assert (tmp_path / "left").read_text() == ""
+
+
+def test_guards_that_hear_nothing_of_the_script_ask_about_the_newest_attempt_and_leave(tmp_path: Path) -> None:
+    lines = 'start_guards; wait_for_guards; kill -STOP "${guard_pings[@]}"; wait "${guard_keepers[@]}"; end_guards'
+    asked = run_guards(tmp_path, lines)
+    assert asked == [f"{tmp_path}/run/logs/1"] * 2
+
+
+@pytest.mark.parametrize(("state", "asks"), [("RUNNING", 3), ("", 3), ("COMPLETING", 1), ("CANCELLED", 1)])
+def test_a_guard_asks_again_until_the_job_has_ended(tmp_path: Path, state: str, asks: int) -> None:
+    """Slurm would wait for it up to KillWait."""
+    clients = tmp_path / "bin"
+    clients.mkdir()
+    squeue = f'[ "$(wc -l <{tmp_path}/asked)" -lt 3 ] && echo {state} || echo COMPLETED'
+    write_private_file(clients / "squeue", f"#!/bin/bash\n{squeue}\n")
+    (clients / "squeue").chmod(0o700)
+    lines = f'PATH={clients}:$PATH guard_silent_seconds=0.05; mkfifo {tmp_path}/pipe; sleep 20 >{tmp_path}/pipe & \
+        guard_job "${{hpc_guard[@]}}" <{tmp_path}/pipe; kill $!'
+    assert len(run_guards(tmp_path, lines, code=0)) == asks
+
+
+@pytest.mark.parametrize(("setting", "value"), [("hpc_guard", "()"), ("hpc_spares", "0")])
+def test_a_job_that_ends_with_its_nodes_has_no_guards(tmp_path: Path, setting: str, value: str) -> None:
+    run_guards(tmp_path, f"{setting}={value}; start_guards; end_guards")
+    assert not (tmp_path / "sruns").exists()
+
+
+@pytest.mark.parametrize(("attempts", "command"), [(2, "requeue"), (1, "scancel")])
+def test_a_job_that_may_not_run_again_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attempts: int, command: str
+) -> None:
+    """Slurm would refuse to requeue it, and it would keep its nodes without a process."""
+    logs = tmp_path / "logs/0"
+    logs.mkdir(parents=True)
+    (tmp_path / "job.json").write_text(f'{{"config": {{"launch": {{"max_attempts": {attempts}, "exclude": ""}}}}}}')
+    called: list[list[str]] = []
+
+    def run_client(words: list[str]) -> Answer:
+        called.append(words)
+        return Answer(0, "RUNNING|node1|node[2-3]")
+
+    monkeypatch.setattr(lost_script, "run_client", run_client)
+    monkeypatch.setattr(lost_script, "_FIT_SECONDS", 0.001)
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    assert lost_script.requeue_without(logs, "7", "node1")
+    assert command in " ".join(called[-1])
+    assert ('"gave_up"' in (tmp_path / "events.jsonl").read_text()) == (command == "scancel")
+    assert bool(read_strikes(tmp_path)) == (command == "requeue")
