@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from hpc_train.interfaces import Engine
 
-GATHER, SCATTER, REDUCE = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"
+GATHER, SCATTER, REDUCE = "_allgather_base_", "alltoall_base_", "allreduce_"
+"""Over gloo; there a reduce-scatter is an all-to-all and a sum (parallel.reduce_scatter)."""
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,10 @@ BATCH_NORM = "data_parallel.batch_norm"
 """On several data-parallel ranks it warns of layers whose statistics depend on the layout."""
 USED = {
     ("ddp-2", ()): {"data_parallel.ddp", BATCH_NORM},
-    ("zero3-2", ()): {"data_parallel.fully_shard", "optimizers.sharded", BATCH_NORM},
+    ("zero3-2", ()): {"data_parallel.fully_shard", "reduce_scatter", "optimizers.sharded", BATCH_NORM},
     ("zero3-2", ("parallel.recompute.mode=full", "parallel.offload.optimizer=cpu")): {
         "data_parallel.fully_shard",
+        "reduce_scatter",
         "memory.copy_stream",
         "memory.recompute",
         "memory.parameter_offload",
@@ -45,6 +46,7 @@ USED = {
         "context.context_parallel",
         "context.block_attention",
         "context.ulysses",
+        "reduce_scatter",
     },
 }
 

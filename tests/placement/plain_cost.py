@@ -21,7 +21,8 @@ def plain_cost(
     total = 0.0
     for flow in flows:
         groups = group_ranks(sizes, flow.axes)
-        for phase in zip(*(list(phases(flow, group, backend)) for group in groups), strict=True):
+        inside = all(group[0] // fabric.ranks_per_node == group[-1] // fabric.ranks_per_node for group in groups)
+        for phase in zip(*(list(phases(flow, group, backend, inside)) for group in groups), strict=True):
             total += flow.calls * phase_seconds(fabric, nodes, phase)
     return total
 
@@ -34,7 +35,7 @@ def group_ranks(sizes: Mapping[str, int], axes: Sequence[str]) -> list[list[int]
     return list(members.values())
 
 
-def phases(flow: Flow, group: list[int], backend: str) -> Iterator[tuple[int, list[Message]]]:
+def phases(flow: Flow, group: list[int], backend: str, inside: bool) -> Iterator[tuple[int, list[Message]]]:
     """Yield (hops, messages) of each phase of one group: what one call sends."""
     n, size = len(group), flow.bytes
     if n == 1:
@@ -43,12 +44,13 @@ def phases(flow: Flow, group: list[int], backend: str) -> Iterator[tuple[int, li
     around = list(zip(group, group[1:] + group[:1], strict=True))
     along = list(pairwise(group))
     name = flow.collective
-    if name == "all_reduce" or (name == "reduce_scatter" and gloo):
+    exchanged = name == "reduce_scatter" and gloo and inside
+    if name == "all_reduce" or (name == "reduce_scatter" and gloo and not inside):
         yield 2 * (n - 1), [(a, b, 2 * (n - 1) * size / n) for a, b in around]
+    elif name == "all_to_all" or exchanged:
+        yield n - 1, [(a, b, size / n) for a in group for b in group if a != b]
     elif name in ("all_gather", "reduce_scatter"):
         yield n - 1, [(a, b, (n - 1) * size / n) for a, b in around]
-    elif name == "all_to_all":
-        yield n - 1, [(a, b, size / n) for a in group for b in group if a != b]
     elif name == "send_recv":
         yield 1, [(a, b, size) for a, b in (around if flow.ring else along)]
     elif name == "broadcast" and gloo:

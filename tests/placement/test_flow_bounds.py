@@ -103,7 +103,7 @@ def demands_of(
     """GB that each node sends each other one, of all groups of the axes together."""
     demands: dict[tuple[str, str], float] = defaultdict(float)
     for group in group_ranks(sizes, axes):
-        for _, messages in phases(Flow(axes, what, 1.0, 1, "data"), group, "nccl"):
+        for _, messages in phases(Flow(axes, what, 1.0, 1, "data"), group, "nccl", inside=False):
             for a, b, size in messages:
                 ends = (order[rank // fabric.ranks_per_node] for rank in (a, b))
                 source, target = (fabric.nodes[node] for node in ends)

@@ -132,6 +132,21 @@ def test_over_gloo_a_reduce_scatter_is_an_all_reduce():
     assert estimate_cost(fabric, sizes, [scatter]).total == estimate_cost(fabric, sizes, [reduce]).total / 2
 
 
+def test_over_gloo_a_reduce_scatter_inside_one_node_is_an_exchange_of_parts():
+    fabric = tree_fabric([("a",)] * 2, ranks_per_node=4, nic=GB, inside=2 * GB)
+    sizes = {"dp_replicate": 2, "dp_shard": 4}
+    scatter, exchange, reduce = (
+        estimate_cost(fabric, sizes, [Flow(("dp_shard",), name, GB, 1, "g")], backend="gloo").total
+        for name in ("reduce_scatter", "all_to_all", "all_reduce")
+    )
+    assert (scatter, scatter) == (exchange, reduce / 2)
+    over_nodes = {
+        estimate_cost(fabric, sizes, [Flow(("dp_replicate", "dp_shard"), name, GB, 1, "g")], backend="gloo").total
+        for name in ("reduce_scatter", "all_reduce")
+    }
+    assert len(over_nodes) == 1
+
+
 def test_ranks_of_a_node_share_its_uplink_and_not_each_others_links():
     fabric = tree_fabric([("a",)] * 2, ranks_per_node=4, nic=GB, inside=2 * GB)
     flows = [Flow(("dp_shard",), "send_recv", GB, 1, "x"), Flow(("tp",), "send_recv", GB, 1, "y")]

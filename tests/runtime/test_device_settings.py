@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import platform
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from hpc_train.runtime.device_settings import (
     choose_allocator_settings,
     choose_gloo_settings,
     choose_group_options,
+    keep_freed_memory,
 )
 from hpc_train.step_clock import StepPart
 from hpc_train.testing import run_ranks
@@ -157,3 +161,28 @@ def test_one_range_is_open_at_a_time() -> None:
     marks.enter(StepPart.REST)
     assert ranges.seen == ["forward", "backward", "clip", "update"]
     assert not ranges.open
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have allocators of their own")
+@pytest.mark.parametrize(
+    ("device", "env", "changed"),
+    [
+        (CPU, {"GLIBC_TUNABLES": "glibc.cpu.x86_shstk=on"}, True),
+        (GPU, {}, False),
+        (CPU, {"MALLOC_TRIM_THRESHOLD_": "131072"}, False),
+        (CPU, {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}, False),
+        (CPU, {"LD_PRELOAD": "libjemalloc.so"}, False),
+    ],
+)
+def test_a_rank_on_a_cpu_keeps_what_a_step_frees_unless_the_user_has_set_otherwise(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, env: dict[str, str], changed: bool
+) -> None:
+    library, seen = ctypes.CDLL(None), []
+
+    def mallopt(parameter: int, value: int) -> int:
+        seen.append((parameter, value))
+        return int(library.mallopt(parameter, value))
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=mallopt))
+    keep_freed_memory(device, env)
+    assert seen == [(-3, 32 << 20), (-1, 1 << 30)] * changed

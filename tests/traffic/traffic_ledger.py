@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hpc_train.config.parallel import AXES, Degrees
+from hpc_train.parallel import reduce_scatter
 
 KINDS = {
     "allreduce_": "all_reduce",
@@ -40,11 +41,27 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._degrees, self._ep = degrees, ep
         self.calls: dict[Key, list[int]] = defaultdict(list)
         """Bytes of each call."""
+        self._exchange_parts = reduce_scatter.exchange_parts
+        self._scatters = False
+
+    def __enter__(self) -> Ledger:
+        reduce_scatter.exchange_parts = self._exchange
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: Any) -> None:
+        reduce_scatter.exchange_parts = self._exchange_parts
+        super().__exit__(*error)
+
+    def _exchange(self, *args: Any) -> None:
+        """Do a reduce-scatter over gloo, which is an all-to-all and a sum."""
+        self._scatters = True
+        self._exchange_parts(*args)
+        self._scatters = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if func.namespace in ("c10d", "_c10d_functional") and name not in IGNORED:
-            kind = KINDS[name]
+            kind = "reduce_scatter" if self._scatters else KINDS[name]
             self.calls[axes(_ranks(args), self._degrees, self._ep), kind].append(_bytes(name, args))
         return func(*args, **(kwargs or {}))
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hpc_train._torch.process_groups import all_gather, reduce_scatter
+from hpc_train._torch.process_groups import all_gather
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
@@ -23,6 +23,7 @@ from hpc_train.models.attention.plain_attention import attend_plainly
 from hpc_train.models.layers import ScaledDotProduct
 from hpc_train.parallel.context.block_attention import cast_to_autocast
 from hpc_train.parallel.mesh_axes import SequenceShare, get_axis_degree, get_sequence_share, provide_positions
+from hpc_train.parallel.reduce_scatter import exchanges_parts, sum_parts
 
 
 def apply_context_parallel(part: nn.Module, config: RunConfig, world: World) -> str:
@@ -90,7 +91,8 @@ def distribute_attention(core: ScaledDotProduct, config: RunConfig, world: World
 
         new = UlyssesAttention(core, group)
     elif core.dropout > 0:
-        new = GatheredAttention(core, group, get_sequence_share(config, world))
+        share = get_sequence_share(config, world)
+        new = GatheredAttention(core, group, share, exchanges=exchanges_parts(group, world))
     else:
         from hpc_train.parallel.context.ring_attention import RingAttention  # its operators take 50 ms
         from hpc_train.parallel.context.ring_schedule import KeyValueRing
@@ -103,33 +105,36 @@ class _Gather(torch.autograd.Function):
     """Gather x from each rank -> (ranks, ...); backward sums the gradients that all ranks have for this rank's x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, exchanges: bool) -> Tensor:
+        ctx.group, ctx.exchanges = group, exchanges
         parts = x.new_empty(group.size(), *x.shape)
         all_gather(parts, x.contiguous(), group)
         return parts
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         parts = gradients[0].contiguous()
         local_gradient = torch.empty_like(parts[0])
-        reduce_scatter(local_gradient, parts, ctx.group)
-        return local_gradient, None
+        sum_parts(local_gradient, parts, ctx.group, exchanges=ctx.exchanges)
+        return local_gradient, None, None
 
 
 class GatheredAttention(nn.Module):
     """Attention of a rank's queries to the keys of the whole sequence, with dropout; has no parameters."""
 
-    def __init__(self, core: ScaledDotProduct, group: dist.ProcessGroup, share: SequenceShare) -> None:
+    def __init__(
+        self, core: ScaledDotProduct, group: dist.ProcessGroup, share: SequenceShare, *, exchanges: bool
+    ) -> None:
+        """exchanges: how gradients are summed over ranks, see sum_parts."""
         super().__init__()
         self.core = core
-        self._group, self._share = group, share
+        self._group, self._share, self._exchanges = group, share, exchanges
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Map q (B, heads, T / cp, head_dim), k and v (B, kv_heads, T / cp, head_dim) to the shape of q."""
         q, k, v = cast_to_autocast(q, k, v)
-        gathered: Tensor = _Gather.apply(torch.stack((k, v)), self._group)  # type: ignore[no-untyped-call]
+        gathered: Tensor = _Gather.apply(torch.stack((k, v)), self._group, self._exchanges)  # type: ignore[no-untyped-call]
         # From (ranks, 2, B, kv_heads, T / cp, head_dim): positions come rank by rank, as in `places` below.
         k, v = gathered.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
         length, ranks = q.shape[2], self._group.size()

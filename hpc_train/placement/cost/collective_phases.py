@@ -7,6 +7,7 @@ buffers of 4 MiB, sent by 4 ranks together):
 
     all_reduce       ring: reduce-scatter, then all-gather                   2 (n-1)/n of the buffer on an edge
     reduce_scatter   gloo: an all_reduce, of which each rank keeps a part    2 (n-1)/n     (6.01 buffers counted in all)
+                     inside one node: an all_to_all and a sum, ours          1/n
                      nccl: ring                                              (n-1)/n
     all_gather       ring                                                    (n-1)/n       (3.01)
     all_to_all       every pair                                              1/n           (3.00)
@@ -47,8 +48,11 @@ class CollectivePhase:
     """tree: the round, from 0."""
 
 
-def list_phases(flow: Flow, ranks: int, backend: Backend) -> tuple[CollectivePhase, ...]:
-    """List the phases of one call in a group of `ranks` ranks, in order; none in a group of one."""
+def list_phases(flow: Flow, ranks: int, backend: Backend, *, inside: bool = False) -> tuple[CollectivePhase, ...]:
+    """List the phases of one call in a group of `ranks` ranks, in order; none in a group of one.
+
+    inside: every group is inside one node.
+    """
     if ranks == 1:
         return ()
     part = (ranks - 1) / ranks
@@ -56,18 +60,20 @@ def list_phases(flow: Flow, ranks: int, backend: Backend) -> tuple[CollectivePha
     ring = CollectivePhase("ring", part, ranks - 1)
     # An all_reduce is a reduce-scatter and an all-gather: the ring is gone round twice.
     both = CollectivePhase("ring", 2 * part, 2 * (ranks - 1))
+    # The messages of a rank go out one after the other, although to different ranks.
+    pairs = CollectivePhase("pairs", 1 / ranks, ranks - 1)
     pieces = CollectivePhase("chain", 1.0, ranks - 1)
     gloo = backend == "gloo"
     match flow.collective:
         case "all_reduce":
             return (both,)
         case "reduce_scatter":
-            return (both,) if gloo else (ring,)
+            exchanged = pairs if inside else both  # see parallel/reduce_scatter.py
+            return (exchanged,) if gloo else (ring,)
         case "all_gather":
             return (ring,)
         case "all_to_all":
-            # The messages of a rank go out one after the other, although to different ranks.
-            return (CollectivePhase("pairs", 1 / ranks, ranks - 1),)
+            return (pairs,)
         case "broadcast":
             return tuple(CollectivePhase("tree", 1.0, 1, number) for number in range(rounds)) if gloo else (pieces,)
         case "reduce":

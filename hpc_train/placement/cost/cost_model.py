@@ -167,7 +167,7 @@ def build_cost_model(
     terms = []
     for flow in flows:
         name = format_axes(flow.axes)
-        for phase in list_phases(flow, groups[name].position.shape[1], backend) if name in groups else ():
+        for phase in _list_group_phases(flow, groups.get(name), backend):
             # Flows of one axis share the pattern, which is expensive to measure; only bytes and calls differ.
             key = (name, phase.edges, phase.round, phase.hops == 1)
             if key not in index:
@@ -180,6 +180,12 @@ def build_cost_model(
             terms.append(CostTerm(flow, phase, index[key]))
     labels = tuple(dict.fromkeys(format_axes(flow.axes) for flow in flows))
     return CostModel(fabric, groups, tuple(patterns), tuple(terms), labels)
+
+
+def _list_group_phases(flow: Flow, groups: GroupRows | None, backend: Backend) -> tuple[CollectivePhase, ...]:
+    if groups is None:
+        return ()
+    return list_phases(flow, groups.position.shape[1], backend, inside=int(groups.spread.max()) == 1)
 
 
 def estimate_cost(
