@@ -119,7 +119,7 @@ def _count_vit(config: VisionTransformerConfig) -> int:
     return patches + tokens + config.layers * (_count_vit_block(config, True) + 2 * norm) + norm + head
 
 
-def compute_flops_per_token(config: ModelConfig, sequence_length: int) -> float | None:
+def compute_flops_per_token(config: ModelConfig, sequence_length: int, frozen: bool = False) -> float | None:
     """Compute the model FLOPs of forward and backward for one target, without recomputation; MFU is computed from them.
 
     Transformer, a token of a sequence of T = sequence_length (Chowdhery et al. 2022, arXiv:2204.02311, appendix B,
@@ -131,7 +131,8 @@ def compute_flops_per_token(config: ModelConfig, sequence_length: int) -> float 
     top_k, and the head, but no embedding, norm or bias. Forward is 2 N, backward twice that. Attention takes 2 T' heads
     head_dim for q k^T and as much for the product with v, where a token attends to T' = T / 2 others on average under
     the causal mask; times 3 with backward. In a layer with a window T' is smaller: see compute_mean_keys. Where values
-    are narrower than keys (latent attention), head_dim is the mean of both widths.
+    are narrower than keys (latent attention), head_dim is the mean of both widths. frozen: only adapters are trained;
+    backward computes no gradients of weights then, which makes 4 N of 6 N. The adapters' own products are not counted.
 
     Vision transformer: the target is an image, T = patches + 1 tokens from the shape (sequence_length is not used),
     attention in full (12 layers hidden T a token), the patch projection once a patch and the head once.
@@ -143,7 +144,7 @@ def compute_flops_per_token(config: ModelConfig, sequence_length: int) -> float 
         width = config.heads * compute_mean_head_dim(config)
         windows = (find_window(config, layer) for layer in range(config.layers))
         score_products = sum(2 * compute_mean_keys(window, sequence_length) for window in windows)
-        return float(count_transformer_flops(weights, width, score_products))
+        return float(count_transformer_flops(weights, width, score_products, FROZEN_WEIGHT_FLOPS if frozen else 6))
     if isinstance(config, VisionTransformerConfig):
         return _count_vit_flops(config)
     return None
@@ -165,12 +166,17 @@ def compute_seen_share(config: TransformerConfig, sequence_length: int) -> float
     return 1 - share + share * 2 * compute_mean_keys(config.sliding_window, sequence_length) / sequence_length
 
 
-def count_transformer_flops(weights: Any, attention_width: Any, sequence_length: Any) -> Any:
+FROZEN_WEIGHT_FLOPS = 4
+"""FLOPs of a token for each frozen weight: forward, and the gradient of the layer's input."""
+
+
+def count_transformer_flops(weights: Any, attention_width: Any, sequence_length: Any, weight_flops: Any = 6) -> Any:
     """Return 6 N + 6 layers heads head_dim T, of numbers or of the planner's columns of jobs.
 
     weights: N. attention_width: layers heads head_dim; the factor `layers` may be in sequence_length instead.
+    weight_flops: the 6 before N, or FROZEN_WEIGHT_FLOPS.
     """
-    return 6 * weights + 6 * attention_width * sequence_length
+    return weight_flops * weights + 6 * attention_width * sequence_length
 
 
 def _count_vit_flops(config: VisionTransformerConfig) -> float:

@@ -153,7 +153,8 @@ class TrainingRun:
         device = self.world.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         self.peak_flops = find_peak_flops(self.config, name)
-        self.token_flops = find_token_flops(self.config.model, self.config.train.sequence_length)
+        frozen = self.config.adapter.kind != "none"
+        self.token_flops = find_token_flops(self.config.model, self.config.train.sequence_length, frozen)
 
     def change_world(self, world: World) -> None:
         """Go on with the ranks of `world`, since others are lost."""

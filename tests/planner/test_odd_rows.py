@@ -56,6 +56,10 @@ CHANGES = {
     "schedule": ("ZB-V", "zb-2p", "unheard", ""),
     "software": ("torchtitan", "megatron-lm", "unheard", ""),
     "held_out": ("1", "0", ""),
+    "window": ("128", "100000", ""),
+    "window_layers": ("0", "7", "1000", ""),
+    "adapter_rank": ("8", "0", ""),
+    "adapter_targets": ("qkv", "q v", "head", ""),
 }
 ODD = ("", "0", "-1", "nan", "inf", "1e300", "0.5", "abc", " 8 ", "-0")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from planner_runs import asked, run
 
+from hpc_train.cli.main import main
 from hpc_train.errors import UserError
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.planner.constants import default_constants
@@ -86,6 +87,7 @@ def test_frozen_weights_have_neither_gradients_nor_moments() -> None:
     assert adapted.memory.gradients.max() < 0.02 * whole.memory.gradients.max()
     assert adapted.memory.parameters.max() == pytest.approx(whole.memory.parameters.max(), rel=0.02)
     assert 0.6 * float(whole.time.step) < float(adapted.time.step) < float(whole.time.step)
+    assert adapted.mfu < whole.mfu, "gradients of frozen weights are not computed, and so not counted"
 
 
 SMALL = (
@@ -121,6 +123,26 @@ def test_memory_with_adapters_is_what_a_rehearsal_counts() -> None:
     assert sum(found.planned[0].values()) == pytest.approx(built.counted.peak, rel=0.1)
 
 
+def test_adapters_on_few_layers_cost_less_than_on_all() -> None:
+    """Each adapter reads its layer's input and writes its output; layers without one do neither."""
+    words = ("precision=bf16", "adapter.kind=lora")
+    one, two, every = (
+        float(estimate(*words, f"adapter.targets=[{targets}]").time.step) for targets in ("'*.v'", "'*.q','*.v'", "")
+    )
+    assert one < two < 0.95 * every
+
+
 def test_adapters_of_experts_are_refused_in_a_line() -> None:
     with pytest.raises(UserError, match="counts adapters of dense transformers only"):
         jobs_from_config(run("model=mixtral_8x7b", "adapter.kind=lora", "cluster=dgx_h100", "train.global_batch=8"), 8)
+
+
+def test_a_base_that_the_trainer_refuses_is_refused_by_the_plan_in_the_same_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["model=llama_tiny", "adapter=qlora", "cluster=dgx_h100", "cluster.nodes=1", "precision=bf16"]
+    assert main(["plan", *words]) == 2
+    planned = capsys.readouterr().err
+    assert main(["train", *words]) == 2
+    assert planned == capsys.readouterr().err
+    assert "the base is read from files at every start" in planned

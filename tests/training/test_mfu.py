@@ -37,6 +37,7 @@ def test_the_formula_by_hand() -> None:
     weights = 4 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384) + 128 * 256
     flops_per_token = 6 * weights + 6 * 4 * 128 * 256
     assert find_token_flops(config.model, 256) == flops_per_token
+    assert find_token_flops(config.model, 256, frozen=True) == flops_per_token - 2 * weights
     value = compute_mfu(flops_per_token, peak=1e12, tokens=4096, seconds=0.5, ranks=2)
     assert value == pytest.approx(4096 * flops_per_token / (0.5 * 2 * 1e12), rel=1e-12)
 

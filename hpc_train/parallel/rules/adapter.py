@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hpc_train.config.adapter import AdapterConfig
-from hpc_train.config.model import HfModelConfig
+from hpc_train.config.model import HfModelConfig, ModelConfig
 from hpc_train.config.parallel import Degrees
 from hpc_train.config.run import RunConfig, is_loose
 from hpc_train.errors import UserError
@@ -43,10 +43,7 @@ def _check_nf4(config: RunConfig, degrees: Degrees) -> None:
     """Refuse what a base in 4 bits cannot be combined with, and a base that nothing could read again."""
     option, model = "adapter.base=nf4", config.model
     if not isinstance(model, HfModelConfig):
-        raise UserError(
-            f"{option}: the base is read from files at every start, and model={model.name} has none; use model=hf "
-            "model.path=FOLDER (`hpc-train checkpoint export RUN FOLDER --format hf` writes one), or adapter.base=full"
-        )
+        raise UserError(explain_missing_base(model))
     if model.weights == "draw" or not any(Path(model.path).expanduser().glob("*.safetensors")):
         raise UserError(f"{option}: model.path={model.path} is trained from scratch here; give a folder with weights")
     if config.parallel.offload.parameters != "none":
@@ -61,6 +58,14 @@ def _check_nf4(config: RunConfig, degrees: Degrees) -> None:
         raise UserError(f"{option}: needs the package bitsandbytes: pip install 'hpc_train[qlora]'")
     if degrees.tp > 1:
         _check_blocks(model, degrees.tp)
+
+
+def explain_missing_base(model: ModelConfig) -> str:
+    """Return why a model that is not read from files cannot have its frozen weights in 4 bits."""
+    return (
+        f"adapter.base=nf4: the base is read from files at every start, and model={model.name} has none; use model=hf "
+        "model.path=FOLDER (`hpc-train checkpoint export RUN FOLDER --format hf` writes one), or adapter.base=full"
+    )
 
 
 def _check_blocks(model: HfModelConfig, tp: int) -> None:

@@ -9,13 +9,13 @@ _COUNTS = (
     *("layers", "hidden", "ffn_hidden", "heads", "kv_heads", "head_dim", "seq", "vocab", "gpus", "gpus_per_node"),
     *("dp", "dp_replicate", "tp", "pp", "cp", "ep", "vpp", "micro_batch", "global_batch"),
     *("top_k", "expert_hidden", "key_rank", "rotary_width", "value_dim", "gradient_bytes", "reduce_bytes"),
-    *("expert_groups", "group_top_k", "dispatch_bytes"),
+    *("expert_groups", "group_top_k", "dispatch_bytes", "window", "adapter_rank"),
 )
 """Columns with whole numbers of at least 1."""
 _POSITIVE = ("iter_time_s", "mem_gib")
 _RATES = (
     *("intra_link_gbs", "inter_link_gbps_per_gpu", "experts"),
-    *("shared_hidden", "dense_layers", "query_rank", "expert_imbalance"),
+    *("shared_hidden", "dense_layers", "query_rank", "expert_imbalance", "window_layers"),
 )
 """Columns with amounts that may be 0, which means none."""
 _FLAGS = (
@@ -104,6 +104,7 @@ def _find_contradiction(row: CsvRow) -> str | None:
         (row.get_number("cp"), row.get_number("seq"), "cp", "seq"),
         # Some stacks count the embedding and the head as a layer each.
         (stages, row.get_number("layers") + 2, "pp x vpp", "layers + 2"),
+        (row.get_number("window_layers"), row.get_number("layers"), "window_layers", "layers"),
         (row.get_number("dp_replicate"), row.get_number("dp"), "dp_replicate", "dp"),
         (row.get_number("top_k"), row.get_number("experts"), "top_k", "experts"),
         (row.get_number("group_top_k"), row.get_number("expert_groups", 1), "group_top_k", "expert_groups"),

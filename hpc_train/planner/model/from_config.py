@@ -30,9 +30,11 @@ from hpc_train.models.shape import (
     count_window_layers,
     has_latent_attention,
 )
+from hpc_train.parallel.rules.adapter import explain_missing_base
 from hpc_train.placement.described_cluster import count_nodes, count_ranks_per_node
 from hpc_train.placement.fabric_from_config import collect_figures
 from hpc_train.planner.model.accelerators import attention_peak, find_accelerator
+from hpc_train.planner.model.adapters import list_linear_shapes, make_adapter_columns
 from hpc_train.planner.model.fabric import switch_sizes
 from hpc_train.planner.model.jobs import (
     FLOAT8_RECIPES,
@@ -71,7 +73,7 @@ def jobs_from_config(config: RunConfig, world: int | None = None) -> Jobs:
         **make_machine_columns(config.cluster, config.precision.name, count_ranks_per_node(config)),
         **_make_kernel_columns(config),
         **_make_float8_columns(config),
-        "adapter_weights": _count_adapter_weights(config),
+        **_make_adapter_columns(config),
         **_make_format_columns(config, degrees),
         "checkpoint_every": config.checkpoint.every or math.inf,
     }
@@ -103,34 +105,34 @@ def _make_float8_columns(config: RunConfig) -> dict[str, float]:
     return {"peak_flops": peak, "float8": FLOAT8_RECIPES.index(recipe), "float8_gather": gather}
 
 
-def _count_adapter_weights(config: RunConfig) -> float:
-    """Return the trained weights of the adapters of one block; 0 without adapters."""
+def _make_adapter_columns(config: RunConfig) -> dict[str, float]:
+    """Return the columns of adapters; {} without them. Raises UserError for models whose adapters are not counted."""
     adapter, model = config.adapter, config.model
     if adapter.kind == "none":
-        return 0.0
+        return {}
     if not isinstance(model, TransformerConfig) or model.experts.count or has_latent_attention(model):
         raise UserError(
             f"adapter={adapter.kind}: the planner counts adapters of dense transformers only, and model={model.name} "
             "is none; choose the degrees yourself, and count their memory with hpc-train plan rehearse"
         )
+    if adapter.base != "full" and not isinstance(model, CountedTransformer):
+        raise UserError(explain_missing_base(model))
     if isinstance(model, CountedTransformer) and (adapter.targets or adapter.base != "full"):
         raise UserError(
             f"adapter={adapter.kind}: of models of transformers the planner counts adapters on all linear layers over "
             "weights that are whole; leave out adapter.targets and adapter.base, or choose the degrees yourself"
         )
-    hidden, width = model.hidden, compute_head_dim(model)
-    queries, keys = model.heads * width, count_kv_heads(model) * width
-    fused = isinstance(model, CountedTransformer) and model.fused_attention_input
-    inputs = {"q": (hidden, queries), "k": (hidden, keys), "v": (hidden, keys)}
-    shapes = {"qkv": (hidden, queries + 2 * keys)} if fused else inputs
-    shapes["o"] = (queries, hidden)
-    if count_branches(model) == 2:
-        shapes["gate"] = (hidden, model.feed_forward)
-    shapes |= {"up": (hidden, model.feed_forward), "down": (model.feed_forward, hidden)}
-    chosen = [shape for name, shape in shapes.items() if not adapter.targets or _is_target(name, adapter.targets)]
-    # A and B have rank x (inputs + outputs) numbers together, and the magnitude of DoRA one for each output.
-    magnitude = sum(outputs for _, outputs in chosen) if adapter.kind == "dora" else 0
-    return float(adapter.rank * sum(map(sum, chosen)) + magnitude)
+    width = compute_head_dim(model)
+    shapes = list_linear_shapes(
+        model.hidden,
+        model.heads * width,
+        count_kv_heads(model) * width,
+        model.feed_forward,
+        count_branches(model),
+        fused=isinstance(model, CountedTransformer) and model.fused_attention_input,
+    )
+    chosen = [name for name in shapes if not adapter.targets or _is_target(name, adapter.targets)]
+    return make_adapter_columns(shapes, chosen, adapter.rank, dora=adapter.kind == "dora")
 
 
 def _is_target(name: str, targets: Sequence[str]) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.config.parallel import SCHEDULES as BUILT
-from hpc_train.models.counts import count_transformer_flops
+from hpc_train.models.counts import FROZEN_WEIGHT_FLOPS, count_transformer_flops
 
 Column = NDArray[np.float64]
 """Property of n jobs: [n], or [] if all jobs share one value, since columns broadcast against each other.
@@ -244,6 +244,10 @@ class Jobs:
     # Adapters.
     adapter_weights: Column = field(default_factory=_zero)
     """Trained weights of the adapters (LoRA) of one layer, whose own weights are frozen; 0: all weights are trained."""
+    adapter_reads: Column = field(default_factory=_zero)
+    """Inputs of a token of the layer's adapters, added up over them."""
+    adapter_writes: Column = field(default_factory=_zero)
+    """Outputs of a token of the layer's adapters, added up over them."""
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -422,7 +426,8 @@ class Jobs:
         weights = self.layers * self.layer_parameters + self.vocab * self.hidden
         attention_width = self.layers * self.heads * self.attention_dim
         seen = self.sequence * self.seen_share
-        flops: Column = self.tokens * count_transformer_flops(weights, attention_width, seen)
+        weight_flops = choose(self.adapter_weights > 0, FROZEN_WEIGHT_FLOPS, 6.0)
+        flops: Column = self.tokens * count_transformer_flops(weights, attention_width, seen, weight_flops)
         return flops
 
 

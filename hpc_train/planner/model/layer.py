@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpc_train.planner.constants import Constants
+from hpc_train.planner.model.adapters import adapter_seconds
 from hpc_train.planner.model.experts import expert_elementwise, expert_kernels, expert_products, mix_layers
 from hpc_train.planner.model.jobs import DEEPSPEED, FSDP, FULL, HPC_TRAIN, SELECTIVE, Column, Jobs, choose
 from hpc_train.planner.model.products import linear_seconds, misalignment_factor, wide_products
@@ -69,7 +70,7 @@ def layer_work(jobs: Jobs, constants: Constants) -> LayerWork:
     backward_products: Column = np.full((), 2.0)
     if jobs.has_adapters:
         # Frozen weights have no gradients: one product of backward is left. The adapter's own are thin.
-        adapters = _adapter_seconds(jobs, constants, tokens)
+        adapters = adapter_seconds(jobs, constants, tokens)
         elementwise, elementwise_backward = elementwise + adapters, elementwise_backward + 2 * adapters
         backward_products = choose(jobs.adapter_weights > 0, 1.0, 2.0)
     recomputed_share = choose(jobs.recompute > 0, jobs.recompute_share, 0.0)
@@ -232,26 +233,14 @@ def _elementwise_seconds(jobs: Jobs, constants: Constants, tokens: Column) -> tu
     return forward, _BACKWARD_PASSES * forward
 
 
-def _adapter_seconds(jobs: Jobs, constants: Constants, tokens: Column) -> Column:
-    """Return the forward seconds of a layer's adapters.
-
-    Their products are so thin that memory bounds them: each reads its input, and writes, scales and adds its output.
-    """
-    queries, keys = jobs.heads * jobs.head_dim, jobs.kv_heads * jobs.head_dim
-    # Queries, keys, values and both branches of the feed-forward layer read the hidden states.
-    inputs = 5 * jobs.hidden + queries + jobs.feed_forward
-    outputs = queries + 2 * keys + 2 * jobs.hidden + (1 + jobs.gated) * jobs.feed_forward
-    # An output is written, read and written when it is scaled, and read when it is added.
-    moved = tokens * (inputs + 4 * outputs) / jobs.tp * jobs.activation_bytes
-    return (jobs.adapter_weights > 0) * moved / (jobs.memory_bandwidth * constants.memory_efficiency)
-
-
 def _head_seconds(jobs: Jobs, constants: Constants, tokens: Column) -> Column:
     """Return the seconds of the head's product and the loss, forward and backward."""
     logits = tokens * jobs.vocab / jobs.tp
     if np.any(jobs.float8):
         jobs = wide_products(jobs)
-    products = 3 * linear_seconds(jobs, constants, tokens, jobs.hidden, jobs.vocab / jobs.tp)
+    # Beside adapters the head is frozen, too.
+    passes = choose(jobs.adapter_weights > 0, 2.0, 3.0)
+    products = passes * linear_seconds(jobs, constants, tokens, jobs.hidden, jobs.vocab / jobs.tp)
     moved = _LOGIT_BYTES + _CAP_PASSES * jobs.activation_bytes * jobs.capped_logits
     return products + logits * moved / (jobs.memory_bandwidth * constants.memory_efficiency)
 

@@ -24,14 +24,17 @@ def find_peak_flops(config: RunConfig, device_name: str | None) -> float | None:
     return teraflops * 1e12 if teraflops else None
 
 
-def find_token_flops(model: ModelConfig, sequence_length: int) -> float | None:
-    """Return the model's FLOPs of forward and backward for one target; None if its shape is unknown."""
+def find_token_flops(model: ModelConfig, sequence_length: int, frozen: bool = False) -> float | None:
+    """Return the model's FLOPs of forward and backward for one target; None if its shape is unknown.
+
+    frozen: only adapters are trained.
+    """
     if not isinstance(model, HfModelConfig):
-        return compute_flops_per_token(model, sequence_length)
+        return compute_flops_per_token(model, sequence_length, frozen)
     from hpc_train.models.hf.decoder_shape import describe_decoder
 
     try:
-        return compute_flops_per_token(describe_decoder(model), sequence_length)
+        return compute_flops_per_token(describe_decoder(model), sequence_length, frozen)
     except UserError:  # of a family whose shape is not described
         return None
 
