@@ -230,6 +230,32 @@ def test_a_task_that_fails_while_the_others_stop_is_seen(tmp_path: Path, code: i
     assert answer == ("failed" if failed else "stopped")
 
 
+@pytest.mark.parametrize(
+    ("said", "then", "fault"),
+    [
+        ("srun: forcing job termination\nsrun: error: node1: task 0: Killed\n", "requeue", False),
+        ("srun: error: node1: task 0: Killed\nsrun: forcing job termination\n", "restart", True),
+        ("srun: error: node1: task 0: Killed\n", "restart", True),
+    ],
+)
+def test_ranks_that_srun_kills_as_it_is_asked_to_stop_are_not_to_blame(
+    tmp_path: Path, said: str, then: str, fault: bool
+) -> None:
+    """As by `scancel --full --signal=TERM`, which signals the processes of the batch script, too."""
+    (tmp_path / "srun.err").write_text(said)
+    lines = f"""
+    logs={tmp_path} run={tmp_path} job=7 hpc_chain=1 hpc_max_attempts=3 hpc_restart=(decide)
+    find_lost_nodes() {{ :; }}
+    read_job_state() {{ echo RUNNING; }}
+    report_end() {{ :; }}
+    decide_after_fault() {{ touch {tmp_path}/decided; next=restart; }}
+    settle_attempt 137
+    echo "$next"
+    """
+    assert run_functions(lines) == then
+    assert (tmp_path / "decided").exists() == fault
+
+
 def test_a_supervisor_that_is_killed_or_stopped_is_started_again_as_long_as_there_are_ranks(tmp_path: Path) -> None:
     """Fifteen are killed, and the next one is stopped."""
     calls = tmp_path / "calls"

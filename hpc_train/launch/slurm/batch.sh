@@ -315,6 +315,13 @@ failed_while_stopping() {
     grep -qvE 'Exited with exit code ('"$exit_requeue|$stopped_early_usr2|$stopped_early_term"')$|: (Terminated|User defined)'
 }
 
+# Whether srun got SIGTERM, as by `scancel --full --signal=TERM`: it kills the ranks then, none of which is to blame.
+srun_was_stopped() {
+  local before
+  before="$(sed '/^srun: forcing job termination/q' "$logs/srun.err" 2>/dev/null)"
+  [[ "$before" = *"srun: forcing job termination" ]] && ! grep -qE "$srun_task_error" <<<"$before"
+}
+
 # settle_losses: srun's exit code is that of a task without which the others have gone on, to their end or a stop.
 settle_losses() {
   [ -e "$logs/loss-allowed" ] || return 0
@@ -332,6 +339,8 @@ settle_attempt() {
   if [ -e "$logs/requeue" ] || stopped_early "$code"; then
     why="the ranks stopped on purpose" stopped=1
     { [ ! -e "$logs/loss-allowed" ] && failed_while_stopping "$code"; } || fault=""
+  elif [ "$code" -ne 0 ] && srun_was_stopped; then
+    why="srun was asked to stop by SIGTERM, and has killed the ranks" stopped=1 fault=""
   fi
   [ "$code" -ne 0 ] || fault=""
   if [ -n "$fault" ]; then
