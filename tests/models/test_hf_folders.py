@@ -24,6 +24,9 @@ from hpc_train.config.model import HfModelConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.freeze import check_files, check_run
 from hpc_train.models.hf.build import build_hf_model
+from hpc_train.models.hf.config_file import ConfigFile, read_config_file
+from hpc_train.models.hf.families import FAMILIES
+from hpc_train.parallel.rules.check import check_support
 from hpc_train.training.assemble import find_random_base_problem
 from hpc_train.training.factory import make_pretrained_model
 from hpc_train.training.rank import advise_learning_rate
@@ -283,3 +286,34 @@ def test_only_headers_are_read_before_ranks_start(folder: Path) -> None:
     config = HfModelConfig(path=str(folder))
     with torch.device("meta"):
         PretrainedWeights(config).plan(build_hf_model(config))
+
+
+def _read_body(folder: Path, body: dict[str, Any]) -> ConfigFile:
+    (folder / "config.json").write_text(json.dumps(body))
+    return read_config_file(HfModelConfig(path=str(folder)))
+
+
+@pytest.mark.parametrize("model_type", [family.model_type for family in FAMILIES])
+def test_dropouts_and_windows_that_a_config_leaves_out_are_the_librarys(tmp_path: Path, model_type: str) -> None:
+    whole = transformers.AutoConfig.for_model(model_type).to_dict()
+    of_training = {key: value for key, value in whole.items() if not key.startswith(("classifier_", "summary_"))}
+    dropped = [key for key, value in of_training.items() if "drop" in key and isinstance(value, float) and value > 0]
+    left_out = _read_body(tmp_path, {"model_type": model_type})
+    found = left_out.find_dropout()
+    assert (found is None) == (not dropped)
+    assert found is None or found.split("=")[0] in dropped
+    assert left_out.window == whole.get("sliding_window")
+    given = dict.fromkeys(dropped, 0.0) | {"sliding_window": None}
+    set_otherwise = _read_body(tmp_path, {"model_type": model_type, **given})
+    assert (set_otherwise.find_dropout(), set_otherwise.window) == (None, None)
+
+
+def test_a_split_refuses_a_dropout_that_config_json_leaves_out(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 48, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 64}
+    body = {"model_type": "bert", "architectures": ["BertForMaskedLM"], "intermediate_size": 40, **sizes}
+    _read_body(tmp_path, body)
+    words = ("model=hf", f"model.path={tmp_path}", "train.sequence_length=16", "parallel.tp=2")
+    with pytest.raises(UserError, match=r"^parallel\.tp=2: .*config\.json has hidden_dropout_prob=0\.1, and"):
+        check_support(compose(words), 2)
+    _read_body(tmp_path, body | {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0})
+    check_support(compose(words), 2)

@@ -113,6 +113,26 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "phi": lambda: transformers.PhiConfig(**TEXT),
     "olmo2": lambda: transformers.Olmo2Config(**TEXT),
     "olmo3": lambda: transformers.Olmo3Config(**TEXT, sliding_window=32),
+    "olmo": lambda: transformers.OlmoConfig(**TEXT),
+    "gemma": lambda: transformers.GemmaConfig(**EIGHT),
+    "cohere": lambda: transformers.CohereConfig(**TEXT, logit_scale=0.3),
+    "cohere2": lambda: transformers.Cohere2Config(**TEXT, sliding_window=32, logit_scale=0.3),
+    "starcoder2": lambda: transformers.Starcoder2Config(
+        **TEXT, embedding_dropout=0, residual_dropout=0, attention_dropout=0, sliding_window=None
+    ),
+    "smollm3": lambda: transformers.SmolLM3Config(**TEXT, pad_token_id=0, no_rope_layer_interval=2),
+    "exaone4": lambda: transformers.Exaone4Config(**EIGHT, sliding_window=32),
+    "ministral": lambda: transformers.MinistralConfig(**EIGHT, sliding_window=32),
+    "seed_oss": lambda: transformers.SeedOssConfig(**EIGHT, attention_dropout=0, residual_dropout=0),
+    "arcee": lambda: transformers.ArceeConfig(**TEXT),
+    "helium": lambda: transformers.HeliumConfig(**EIGHT),
+    "ernie4_5": lambda: transformers.Ernie4_5Config(**EIGHT),
+    "granite": lambda: transformers.GraniteConfig(
+        **TEXT, embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.7, attention_multiplier=0.3
+    ),
+    "nemotron": lambda: transformers.NemotronConfig(**TEXT),
+    "glm4": lambda: transformers.Glm4Config(**EIGHT, pad_token_id=0),
+    "phi3": lambda: transformers.Phi3Config(**TEXT, pad_token_id=0),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCABULARY,
         n_embd=32,

@@ -42,7 +42,20 @@ _DROPOUTS = (
     "dropout_rate",
     "attention_probs_dropout_prob",
     "drop_path_rate",
+    "embedding_dropout",
+    "residual_dropout",
 )
+_GPT2_DROPOUTS = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
+_WINDOW = {"sliding_window": 4096}
+_LIBRARY_DEFAULTS: dict[str, dict[str, float]] = {
+    "gpt2": _GPT2_DROPOUTS,
+    "bert": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
+    "opt": {"dropout": 0.1},
+    "t5": {"dropout_rate": 0.1},
+    "seed_oss": {"attention_dropout": 0.1, "residual_dropout": 0.1},
+    **dict.fromkeys(("mistral", "gemma2", "gemma3_text", "olmo3", "cohere2", "exaone4", "ministral"), _WINDOW),
+}
+"""Dropouts and windows that transformers takes for a model type whose config.json does not give them."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _POSITION_KEYS = ("max_position_embeddings", "n_positions")
 
@@ -97,10 +110,18 @@ class ConfigFile:
         """Longest sequence."""
         return self.get_number(*_POSITION_KEYS)
 
+    @property
+    def window(self) -> int | None:
+        """Keys that a token's attention sees at most, in the layers that have a window."""
+        if "sliding_window" in self.body:
+            return self.get_number("sliding_window")
+        default = _LIBRARY_DEFAULTS.get(self.model_type, {}).get("sliding_window")
+        return None if default is None else int(default)
+
     def find_dropout(self) -> str | None:
-        """Return the first setting, as key=value, that drops activations or attention weights."""
-        vision = self.body.get("vision_config")
-        for body in (self.body, vision if isinstance(vision, dict) else {}):
+        """Return the first setting, as key=value, that drops activations or attention weights; given or by default."""
+        vision, defaults = self.body.get("vision_config"), _LIBRARY_DEFAULTS.get(self.model_type, {})
+        for body in ({**defaults, **self.body}, vision if isinstance(vision, dict) else {}):
             for key in _DROPOUTS:
                 if isinstance(value := body.get(key), (int, float)) and value > 0:
                     return f"{key}={value:g}"

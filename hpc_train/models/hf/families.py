@@ -12,6 +12,7 @@ from typing import Literal
 Task = Literal["causal_lm", "masked_lm", "seq2seq_lm", "image_classification"]
 
 _FUSED = "its q, k and v are one matrix in an order that no rank can take an equal part of"
+_JOINED = "its gate and up projections are one matrix, of which a rank would take only one"
 _EXPERTS = "its experts are one tensor"
 _UNTESTED = "nobody has compared its numbers yet"
 _NO_PLAN = "transformers has no pipeline plan for it"
@@ -103,6 +104,22 @@ FAMILIES: tuple[Family, ...] = (
     Family("phi", "Phi", "causal_lm"),
     Family("olmo2", "OLMo 2", "causal_lm", projections=_OLMO),
     Family("olmo3", "OLMo 3", "causal_lm", projections=_OLMO),
+    Family("olmo", "OLMo", "causal_lm"),
+    Family("gemma", "Gemma", "causal_lm"),
+    Family("cohere", "Cohere", "causal_lm"),
+    Family("cohere2", "Cohere 2", "causal_lm"),
+    Family("starcoder2", "StarCoder2", "causal_lm"),
+    Family("smollm3", "SmolLM3", "causal_lm"),
+    Family("exaone4", "EXAONE 4", "causal_lm"),
+    Family("ministral", "Ministral", "causal_lm"),
+    Family("seed_oss", "Seed-OSS", "causal_lm"),
+    Family("arcee", "Arcee", "causal_lm"),
+    Family("helium", "Helium", "causal_lm"),
+    Family("ernie4_5", "ERNIE 4.5", "causal_lm"),
+    Family("granite", "Granite", "causal_lm", pipeline=_NO_PLAN),
+    Family("nemotron", "Nemotron", "causal_lm", pipeline=_NO_PLAN),
+    Family("glm4", "GLM-4", "causal_lm", tensor=_JOINED),
+    Family("phi3", "Phi-3", "causal_lm", tensor=_JOINED),
     Family("gpt2", "GPT-2", "causal_lm", tensor=_FUSED, pipeline=_NO_PLAN, casts=False),
     Family("gpt_neox", "GPT-NeoX", "causal_lm"),
     Family("mixtral", "Mixtral", "causal_lm", tensor=_EXPERTS, pipeline=_UNTESTED),

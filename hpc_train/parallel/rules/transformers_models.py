@@ -69,9 +69,7 @@ def _check_dropout(file: ConfigFile, degrees: Degrees) -> None:
 
 def _check_window(file: ConfigFile, config: RunConfig, degrees: Degrees) -> None:
     """Refuse windows of attention that a sequence does not fit into."""
-    window = file.get_number("sliding_window")
-    if window is None and "sliding_window" not in file.body and file.model_type == "mistral":
-        window = 4096  # the library's default
+    window = file.window
     unused = file.body.get("use_sliding_window") is False
     if window is not None and not unused and config.train.sequence_length > window:
         raise UserError(
