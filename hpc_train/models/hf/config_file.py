@@ -46,7 +46,7 @@ _DROPOUTS = (
     "residual_dropout",
 )
 _GPT2_DROPOUTS = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
-_WINDOW = {"sliding_window": 4096}
+_WINDOW: dict[str, float] = {"sliding_window": 4096}
 _LIBRARY_DEFAULTS: dict[str, dict[str, float]] = {
     "gpt2": _GPT2_DROPOUTS,
     "bert": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
