@@ -131,7 +131,12 @@ def _has_pipeline(run: Path) -> bool:
 
 
 def read_config(run: Path) -> tuple[RunConfig | None, str]:
-    """Read the configuration of a run; None, and a line that says why, if this release cannot."""
+    """Read the configuration of a run; None, and a line that says why, if this release cannot.
+
+    A loop of one's own (LoopRecorder) has none, which needs no line.
+    """
+    if not (run / "config.yaml").exists() and not (run / "job.json").exists() and (run / RANK_MAP).exists():
+        return None, ""
     from hpc_train.config.plain_config import config_from_dict
     from hpc_train.config.run_file import load_run_file
 

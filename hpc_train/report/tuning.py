@@ -102,7 +102,7 @@ class _Loss:
     def rules_out(self, change: Change, best: Trial) -> bool:
         """Whether a change of the best trial so far need not be tried, as this one lost."""
         size, smaller = dict(self.change).get(_MICRO_BATCH), dict(change).get(_MICRO_BATCH)
-        if size and smaller:
+        if size and smaller and len(self.change) == len(change) == 1:
             # Step time has one minimum over the micro-batch: if less was slower, even less is slower still.
             lost = self.trial.seconds > self.best.seconds and best.settings == self.best.settings
             return lost and int(smaller) < int(size) < int(best.settings.get(_MICRO_BATCH, size))
@@ -226,7 +226,8 @@ def _list_resets(parallel: ParallelConfig) -> Iterator[tuple[str, str]]:
 def _list_micro_batches(config: RunConfig, ranks: int) -> Iterator[Change]:
     """List larger micro-batches, the largest first, then smaller ones."""
     degrees = resolve_degrees(config.parallel, ranks)
-    share, now = config.train.global_batch // degrees.data_parallel, config.train.micro_batch
+    share = config.train.global_batch // degrees.data_parallel
+    now = min(config.train.micro_batch, share)
     sizes = [size for size in range(1, share + 1) if share % size == 0 and (size & (size - 1) == 0 or size == share)]
     larger, smaller = [size for size in sizes if size > now], [size for size in sizes if size < now]
     for size in [*reversed(larger), *reversed(smaller)]:
@@ -252,6 +253,9 @@ def _list_layouts(config: RunConfig, ranks: int) -> Iterator[Change]:
             "parallel.dp_replicate": replicate,
             "parallel.dp_shard": shard,
         }
+        share = config.train.global_batch // data
+        if config.train.micro_batch > share > 0:  # which is what the layout would use; the result says so
+            values[_MICRO_BATCH] = str(share)
         yield tuple(values.items())
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hpc_train
+from hpc_train.cli.main import main
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
 from hpc_train.report.step_table import read_step_table
@@ -65,7 +66,7 @@ def _newest_logs(directory: Path) -> Path:
     return max((directory / "logs").iterdir(), key=lambda logs: int(logs.name))
 
 
-def test_a_loop_is_seen_as_a_run(tmp_path: Path) -> None:
+def test_a_loop_is_seen_as_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     with pytest.raises(AssertionError, match="no more data"):
         run_ranks(train, 2, run, 0, 12, True)
@@ -88,6 +89,9 @@ def test_a_loop_is_seen_as_a_run(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     report = json.loads(done.stdout)
     assert report["verdict"]["class"] != ""
+    assert report["notes"] == [], "a loop of one's own has no config.yaml to read"
+    assert main(["report", "--try", str(run)]) == 2
+    assert "whose settings are not recorded" in capsys.readouterr().err
     assert (run / "goodput.jsonl").exists()
 
 

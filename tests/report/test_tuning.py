@@ -180,3 +180,17 @@ def test_a_bad_start_is_mended(store: Path, tmp_path: Path, capsys: pytest.Captu
     assert len(trials) > 1 or 2 * trials[0]["minutes"] > 1
     assert main([*words, "--json"]) == 2
     assert "is not empty" in capsys.readouterr().err
+
+
+def test_a_layout_with_a_smaller_share_of_the_batch_says_the_micro_batch_that_it_uses() -> None:
+    """Else the result would name one that no rank can have, and the same run would be made twice."""
+    best = Trial({"parallel.tp": "2", "train.micro_batch": "16"}, 1.0, 0.0, "network", 1.0)
+    changes = [dict(change) for change in list_changes(["train.global_batch=16", "train.micro_batch=1"], best, 2)]
+    sizes = {
+        change["parallel.strategy"]: change.get("train.micro_batch") for change in changes if "parallel.tp" in change
+    }
+    assert sizes["ddp"] == "8"
+    after = Trial({"parallel.tp": "1", "train.micro_batch": "16"}, 1.0, 0.0, "launch", 1.0)
+    again = [dict(change) for change in list_changes(["train.global_batch=16", "train.micro_batch=1"], after, 2)]
+    assert {"train.micro_batch": "8"} not in again
+    assert {"train.micro_batch": "4"} in again

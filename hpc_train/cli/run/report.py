@@ -82,12 +82,13 @@ def print_experiments(point: RunPoint) -> int:
     from hpc_train.errors import UserError
     from hpc_train.launch.slurm.slurm_cli import run_client
     from hpc_train.report.pages.page import list_overrides
-    from hpc_train.report.run_summary import summarise_run
+    from hpc_train.report.run_summary import read_config, summarise_run
     from hpc_train.report.tuning import format_command
 
     summary = summarise_run(point, run_client)
     if summary.config is None:
-        raise UserError(summary.notes[0])
+        loop = f"{point.run} is a training loop of your own, whose settings are not recorded: there is none to try"
+        raise UserError(read_config(point.run)[1] or loop)
     overrides = list_overrides(summary.config)
     print(f"# {summary.verdict.line}")
     commands = 0
