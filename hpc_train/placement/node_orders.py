@@ -16,7 +16,6 @@ from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
 
 from hpc_train.placement.cost.cost_model import CostModel
 from hpc_train.placement.fabric import Fabric
@@ -189,6 +188,8 @@ def _match_groups(
     tree: SymmetryTree, position: dict[int, int], level: int, group: int, other: int
 ) -> tuple[int, dict[int, int]]:
     """Map the nodes of `group` to those of `other`, a group of its kind. Returns (nodes unmoved, node -> node)."""
+    from scipy.optimize import linear_sum_assignment  # a third of a second, which a plan need not wait for
+
     if level == 0:
         return int(position[group] == other), {group: other}
     kind, parts, other_parts = tree.kinds[level - 1], tree.parts[level][group], tree.parts[level][other]

@@ -10,7 +10,12 @@ from hpc_train.planner.constants import default_constants
 from hpc_train.planner.model.distinct import find_distinct
 from hpc_train.planner.model.from_config import jobs_from_config
 from hpc_train.planner.model.jobs import Jobs, job_columns, replace_columns
-from hpc_train.planner.model.memory import estimate_host_memory, estimate_memory, estimate_memory_totals
+from hpc_train.planner.model.memory import (
+    bound_memory_totals,
+    estimate_host_memory,
+    estimate_memory,
+    estimate_memory_totals,
+)
 from hpc_train.planner.model.step_time import estimate_step_time
 from hpc_train.planner.search.degree_limits import find_degree_limits
 from hpc_train.planner.search.search import SearchBase, candidates_to_jobs
@@ -65,6 +70,19 @@ def test_totals_are_those_of_the_parts(space: str) -> None:
         assert np.array_equal(totals.total, memory.total)
         assert np.array_equal(totals.fits, memory.fits)
         assert np.array_equal(np.broadcast_to(estimate_host_memory(jobs, totals.waiting), 40), memory.host)
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_bounds_of_totals_are_below_them_and_near(space: str) -> None:
+    shares = []
+    for jobs in draw_jobs(space, 40):
+        bounds, totals = (
+            estimate(jobs, default_constants()) for estimate in (bound_memory_totals, estimate_memory_totals)
+        )
+        assert np.all(bounds.total <= totals.total)
+        assert np.all(bounds.fits >= totals.fits)
+        shares.append(bounds.total / totals.total)
+    assert np.median(np.concatenate(shares)) > 0.9
 
 
 @pytest.mark.parametrize("kind", ["few", "fractions", "many", "wide", "none"])

@@ -149,10 +149,14 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from hpc_train.cli.plan.plan import plan_command
-    from hpc_train.planner.plan import PlanOptions
+    from hpc_train.garbage_collection import pause_gc
 
-    return plan_command(args.overrides, args.config_dir, PlanOptions(args.json, args.plot, args.top, args.by, args.all))
+    with pause_gc():  # imports and the configuration are many objects, of which a collection would free none
+        from hpc_train.cli.plan.plan import plan_command
+        from hpc_train.planner.plan import PlanOptions
+
+        options = PlanOptions(args.json, args.plot, args.top, args.by, args.all)
+        return plan_command(args.overrides, args.config_dir, options)
 
 
 def _validate(args: argparse.Namespace) -> int:

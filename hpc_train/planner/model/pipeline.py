@@ -127,13 +127,23 @@ def peak_moments(jobs: Jobs) -> Iterator[tuple[PipelineMoment, PipelineMoment]]:
 
     They depend on few columns, of which thousands of jobs have few different values: each combination is used once.
     """
-    names = [field.name for field in fields(Pipelines)]
-    columns = np.broadcast_arrays(*(getattr(jobs, name) for name in names))
-    keys, index = find_distinct(np.stack([column.ravel() for column in columns]))
-    pipelines, shape = Pipelines(*keys), np.atleast_1d(columns[0]).shape
+    pipelines, index, shape = _find_distinct_pipelines(jobs)
     for start in _list_moments(pipelines):
         end = start.end_of_backward(pipelines.virtual_stages)
         yield _spread_moment(start, index, shape), _spread_moment(end, index, shape)
+
+
+def first_peak_moment(jobs: Jobs) -> PipelineMoment:
+    """Return the first start of a backward that peak_moments yields."""
+    pipelines, index, shape = _find_distinct_pipelines(jobs)
+    return _spread_moment(_list_moments(pipelines)[0], index, shape)
+
+
+def _find_distinct_pipelines(jobs: Jobs) -> tuple[Pipelines, NDArray[np.intp], tuple[int, ...]]:
+    """Return (the different pipelines, which of them each job has, shape of the jobs)."""
+    columns = np.broadcast_arrays(*(getattr(jobs, field.name) for field in fields(Pipelines)))
+    keys, index = find_distinct(np.stack([column.ravel() for column in columns]))
+    return Pipelines(*keys), index, np.atleast_1d(columns[0]).shape
 
 
 def _spread_moment(moment: PipelineMoment, index: NDArray[np.intp], shape: tuple[int, ...]) -> PipelineMoment:
@@ -207,7 +217,12 @@ def _whole_backward_moments(jobs: Pipelines) -> list[PipelineMoment]:
 
 def _split_backward_moments(jobs: Pipelines, split: NDArray[np.bool_]) -> list[PipelineMoment]:
     """Return the moments of schedules that split backward, for the jobs where `split` is true; zeros for the others."""
-    rows = np.stack([jobs.schedule, jobs.pp, jobs.virtual_stages, jobs.micro_batches, split]).astype(np.int64).T
+    # Only whole rounds may be left out: a rest at the end of a step has moments of its own.
+    enough = _ENOUGH * jobs.pp
+    micro_batches = np.where(
+        jobs.micro_batches % jobs.pp == 0, np.minimum(jobs.micro_batches, enough), jobs.micro_batches
+    )
+    rows = np.stack([jobs.schedule, jobs.pp, jobs.virtual_stages, micro_batches, split]).astype(np.int64).T
     walked = [_moments_of(*row) for row in rows.tolist()]
     most = max(len(counts) for counts in walked)
     padded = np.array([[counts[min(at, len(counts) - 1)] for at in range(most)] for counts in walked])
@@ -228,9 +243,6 @@ def _moments_of(
     """
     if not split:
         return (((0.0,) * len(fields(PipelineMoment)),) * 3,)
-    # Only whole rounds may be left out: a rest at the end of a step has moments of its own.
-    if micro_batches > _ENOUGH * pp and micro_batches % pp == 0:
-        micro_batches = _ENOUGH * pp
     rows = (generate_row(SCHEDULES[schedule], pp, rank, micro_batches, virtual) for rank in (0, min(1, pp - 1), pp - 1))
     ranks = [_worst(set(_walk(row, pp * virtual - 1, virtual, micro_batches))) for row in rows]
     most = max(map(len, ranks))
@@ -244,26 +256,27 @@ def _walk(row: Iterable[OrderEntry], end: int, virtual: int, micro_batches: int)
     """
     live, stored, losses, reduced = [0, 0], [0, 0], 0, 0
     accumulated: dict[int, int] = {}  # micro-batches whose gradients are added up, by stage; the last one reduces them
-    for action in chain.from_iterable(map(list_actions, row)):
-        last = action.stage == end
-        if action.kind is Kind.F:
+    forward, inputs, weights = Kind.F, Kind.I, Kind.W
+    for stage, kind, _ in chain.from_iterable(map(list_actions, row)):
+        last = stage == end
+        if kind is forward:
             live[last] += 1
             losses += last
             continue
-        if action.kind is Kind.I and action.stage == 0:
+        if kind is inputs and stage == 0:
             continue  # the first stage has no input gradients to compute
-        begins = last and action.kind is not Kind.W
-        yield (live[0], live[1], losses, *stored, len(accumulated) / virtual, reduced / virtual, float(begins))
+        begins = last and kind is not weights
+        yield (*live, losses, *stored, len(accumulated) / virtual, reduced / virtual, float(begins))
         losses -= begins
-        if action.kind is Kind.I:
+        if kind is inputs:
             stored[last] += 1
-            yield (live[0], live[1], losses, *stored, len(accumulated) / virtual, reduced / virtual, 0.0)
+            yield (*live, losses, *stored, len(accumulated) / virtual, reduced / virtual, 0.0)
             continue
-        stored[last] -= action.kind is Kind.W and action.stage > 0
+        stored[last] -= kind is weights and stage > 0
         live[last] -= 1
-        accumulated[action.stage] = accumulated.get(action.stage, 0) + 1
-        if accumulated[action.stage] == micro_batches:
-            del accumulated[action.stage]
+        accumulated[stage] = accumulated.get(stage, 0) + 1
+        if accumulated[stage] == micro_batches:
+            del accumulated[stage]
             reduced += 1
 
 

@@ -7,8 +7,10 @@ result is exact: `exhaustive=True` estimates every candidate and finds the same,
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,6 +23,7 @@ from hpc_train.planner.model.memory import (
     MAYBE,
     YES,
     MemoryTotals,
+    bound_memory_totals,
     estimate_host_memory,
     estimate_memory_totals,
 )
@@ -43,14 +46,19 @@ from hpc_train.planner.search.top_candidates import (
 )
 
 FRONT_SLACK = 2.0
-"""The Pareto front ends at this many times the step time of the best candidate."""
+"""A search returns no candidates beyond this many times the step time of the best one."""
 HOST_SHARE = 0.8
 """Share of a node's memory that offloaded state may use; the system, data and checkpoints need the rest."""
-ROWS_AT_ONCE = 1 << 13
+ROWS_AT_ONCE = 1 << 14
 """Rows whose bounds are estimated at a time."""
-CANDIDATES_AT_ONCE = 1 << 14
-"""Candidates estimated at a time: their columns fit in a core's second cache, and are so long that Python's own time
-hardly counts."""
+CANDIDATES_AT_ONCE = 1 << 15
+"""Candidates estimated at a time: few columns of them are longer than a core's second cache, and they are so long that
+Python's own time hardly counts."""
+_PROMISING_SCHEDULES = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble")
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
+"""Parameters of mallopt (malloc.h): arrays from this size on have pages of their own, which go back to the system when
+they are freed; and so does what is free at the end of the heap beyond that size."""
+_KEPT_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -85,6 +93,7 @@ def search_space(
     rest: SearchBase, space: SearchSpace, constants: Constants, keep: int = 20, exhaustive: bool = False
 ) -> SearchResult:
     """Find the best candidate of each of the `keep` best meshes, and the Pareto front."""
+    _keep_freed_memory()
     search = _Search(rest, constants, keep)
     # A bound rules out nothing before good times are known, so a small promising part is searched first. Its candidates
     # come again in the whole space and must not count twice.
@@ -102,10 +111,21 @@ def search_space(
     return search.result()
 
 
+def _keep_freed_memory() -> None:
+    """Let the C library keep the memory of freed arrays for the next ones.
+
+    By default glibc returns it to the system, which clears every page again: a sixth of the time of a search.
+    """
+    with suppress(AttributeError):  # other C libraries
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_MMAP_THRESHOLD, _KEPT_BYTES // 8)
+        mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
+
+
 def _promising_part(space: SearchSpace) -> SearchSpace:
     """Return a small part of the space that contains good candidates: their times bound the search of the whole."""
     promising = {
-        "schedule": tuple(float(SCHEDULES.index(name)) for name in ("1f1b", "interleaved_1f1b")),
+        "schedule": tuple(float(SCHEDULES.index(name)) for name in _PROMISING_SCHEDULES),
         "overlap_tensor": (0.0,),
         "sequence_parallel": (1.0,),
         "reshard": (1.0,),
@@ -209,9 +229,9 @@ class _Search:
         return self._sure.quickest * FRONT_SLACK
 
     def _leanest(self, rows: Columns, techniques: Techniques) -> tuple[Column, Column]:
-        """Return (least bytes with any technique, best verdict on fitting) of each row, [n]."""
+        """Return bounds of (least bytes with any technique, best verdict on fitting) of each row, [n]."""
         lean = techniques.take(_leanest_techniques(techniques))
-        memory = estimate_memory_totals(self._combine(rows, lean), self._constants)
+        memory = bound_memory_totals(self._combine(rows, lean), self._constants)
         return memory.total.min(axis=(0, 1)), memory.fits.max(axis=(0, 1))
 
     def _offer(self, rated: RatedCandidates, fits: Column, factor: Column) -> None:
@@ -230,12 +250,16 @@ class _Search:
             self._pareto = combined.take(self._front.update(combined.step, combined.memory))
 
     def result(self) -> SearchResult:
-        """Return what was found. The best step time limits the front and the doubtful candidates."""
-        front = self._pareto.take(np.flatnonzero(self._pareto.step <= self._slowest))
-        # _slowest fell during the search, so earlier candidates may be beyond it now.
-        maybe = self._maybe.ranked()
-        maybe = maybe.take(np.flatnonzero(maybe.step <= self._slowest))
-        return SearchResult(self._sure.ranked(), maybe, front, self.searched, self.estimated)
+        """Return what was found, of at most FRONT_SLACK times the best step time.
+
+        That time fell during the search. Slower candidates were estimated before it did, by chance: others of the same
+        mesh may be better.
+        """
+        best, maybe, front = (
+            found.take(np.flatnonzero(found.step <= self._slowest))
+            for found in (self._sure.ranked(), self._maybe.ranked(), self._pareto)
+        )
+        return SearchResult(best, maybe, front, self.searched, self.estimated)
 
 
 def _fastest_techniques(techniques: Techniques) -> list[int]:

@@ -19,7 +19,7 @@ from hpc_train.planner.constants import Constants
 from hpc_train.planner.model.jobs import Column, Jobs, choose
 from hpc_train.planner.model.peak_memory.rank_weights import count_new_shards
 from hpc_train.planner.model.peak_memory.step_sizes import BlockSizes, StepSizes, size_step
-from hpc_train.planner.model.pipeline import PipelineMoment, peak_moments
+from hpc_train.planner.model.pipeline import PipelineMoment, first_peak_moment, peak_moments
 from hpc_train.planner.model.stage_layers import StageLayers, split_stages
 from hpc_train.traffic.sharding import keeps_gradients
 
@@ -65,6 +65,17 @@ def estimate_peak_total(jobs: Jobs, constants: Constants) -> tuple[Column, Colum
     sizes = size_step(jobs, constants, stages.take(ranks))
     peaks = _list_peaks(sizes, [(start.take(ranks), end.take(ranks)) for start, end in moments])
     return reduce(np.maximum, (peak.total for peak in peaks)), _count_on_host(sizes.block, stages, moments)
+
+
+def bound_peak_total(jobs: Jobs, constants: Constants) -> Column:
+    """Return no more than the peak's total, [ranks, n]: that within a block's backward, at the first of the moments.
+
+    It is at most a few percent less where activations are the most of the memory. ranks: the first and the last.
+    """
+    ends = slice(None, None, 2)
+    sizes = size_step(jobs, constants, split_stages(jobs).take(ends))
+    start = first_peak_moment(jobs).take(ends)
+    return next(_list_peaks(sizes, [(start, start)])).total
 
 
 def _is_middle_smaller(jobs: Jobs, stages: StageLayers, moments: Moments) -> bool:
