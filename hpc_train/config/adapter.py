@@ -21,9 +21,10 @@ class AdapterConfig:
     """B A is multiplied by alpha / rank."""
     dropout: float = config_field(default=0.0, ge=0, lt=1)
     """Probability of dropping an input of A."""
-    base: str = config_field(default="full", choices=("full", "nf4"))
-    """How the frozen weights of linear layers inside of blocks are kept. full: as the precision stores them. nf4: in 4
-    bits (QLoRA); of a model of transformers with weights, and checkpoints then have the adapters only."""
+    base: str = config_field(default="full", choices=("full", "bf16", "nf4"))
+    """How the frozen weights of linear layers inside of blocks are kept. full: as the precision stores them. bf16: in
+    bfloat16, in half of the memory; with precision=bf16 products are the same. nf4: in 4 bits (QLoRA); of a model of
+    transformers with weights, and checkpoints then have the adapters only."""
     path: str | None = None
     """Folder with adapter_model.safetensors and adapter_config.json, as PEFT writes them, to start from; None: B starts
     at zero, so that the first step begins with the model as it is."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 
 from hpc_train.config.adapter import AdapterConfig
@@ -59,6 +60,27 @@ def quantize_base(part: nn.Module) -> str:
         quantize_layer(layer)
     skipped = f", {linear_count - len(layers)} left alone for their sizes" if linear_count > len(layers) else ""
     return f"base: nf4, {len(layers)} linear layers with {numbers:,} numbers of 4.5 bits{skipped}"
+
+
+def store_base_in_bf16(part: nn.Module) -> str:
+    """Keep the frozen weights in the blocks of `part` in bfloat16, in place; returns a line about it.
+
+    Vectors, such as norms, stay as they are: they take little memory, and autocast computes norms in float32.
+    """
+    numbers = 0
+    for name in get_named_blocks(part):
+        for module in part.get_submodule(name).modules():
+            for leaf, parameter in list(module.named_parameters(recurse=False)):
+                if not parameter.requires_grad and parameter.ndim > 1 and parameter.dtype == torch.float32:
+                    low = nn.Parameter(parameter.detach().to(torch.bfloat16), requires_grad=False)
+                    low.__dict__.update(parameter.__dict__)
+                    setattr(module, leaf, low)
+                    numbers += parameter.numel()
+    if not numbers:
+        raise UserError(
+            f"adapter.base=bf16: the blocks of {name_model(part)} have no frozen matrix; use adapter.base=full"
+        )
+    return f"base: bf16, {numbers:,} numbers"
 
 
 def _check_rank(layers: dict[str, nn.Module], rank: int) -> None:

@@ -175,6 +175,10 @@ def apply_techniques(part: nn.Module, config: RunConfig, world: World) -> Iterat
         from hpc_train.parallel.adapters import quantize_base
 
         yield quantize_base(part)
+    if config.adapter.base == "bf16":
+        from hpc_train.parallel.adapters import store_base_in_bf16
+
+        yield store_base_in_bf16(part)
     if config.precision.float8 != "none":
         from hpc_train.parallel.float8 import convert_linear_layers
 

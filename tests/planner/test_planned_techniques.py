@@ -116,8 +116,9 @@ def test_memory_of_products_in_8_bits_is_what_a_rehearsal_counts() -> None:
     assert counted[0] - counted[1] >= saved
 
 
-def test_memory_with_adapters_is_what_a_rehearsal_counts() -> None:
-    found = rehearse_run(run(*SMALL), 8, "0", 1)
+@pytest.mark.parametrize("base", ["full", "bf16"])
+def test_memory_with_adapters_is_what_a_rehearsal_counts(base: str) -> None:
+    found = rehearse_run(run(*SMALL, f"adapter.base={base}"), 8, "0", 1)
     (built,) = found.ranks
     assert built.counted.peak is not None
     assert sum(found.planned[0].values()) == pytest.approx(built.counted.peak, rel=0.1)
@@ -130,6 +131,12 @@ def test_adapters_on_few_layers_cost_less_than_on_all() -> None:
         float(estimate(*words, f"adapter.targets=[{targets}]").time.step) for targets in ("'*.v'", "'*.q','*.v'", "")
     )
     assert one < two < 0.95 * every
+
+
+def test_a_base_in_bf16_takes_half_of_the_memory() -> None:
+    words = ("precision=bf16", "adapter.kind=lora", "model.vocab_size=512")
+    full, low = estimate(*words), estimate(*words, "adapter.base=bf16")
+    assert low.memory.parameters.max() == pytest.approx(full.memory.parameters.max() / 2, rel=0.02)
 
 
 def test_adapters_of_experts_are_refused_in_a_line() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.checkpoint.format.hdf5_layout import dtype_name
@@ -274,7 +275,7 @@ def load_newest_sound(
 
 def _load_resumed(directory: Path, step: int, wanted: list[TensorShard], world: World | None) -> ResumedStep:
     has_adapters = any(is_adapter_parameter(shard.name) for shard in wanted)
-    weights_only, lacks_adapters, origin, copies = run_on_rank_0(
+    weights_only, lacks_adapters, origin, copies, wide = run_on_rank_0(
         world, lambda: _read_content(directory, step, has_adapters)
     )
     chosen = select_weights(wanted) if weights_only else rename_copies(wanted, copies)
@@ -285,21 +286,35 @@ def _load_resumed(directory: Path, step: int, wanted: list[TensorShard], world: 
                 f"checkpoint step {step} in {directory} has no adapters, and this run reads its base from model.path: "
                 "export the step (`hpc-train checkpoint export RUN FOLDER --format hf`) and give model.path=FOLDER"
             )
-    extra = load_step(directory, step, chosen, world)
+    loaded = [_widen_base(shard, wide) for shard in chosen]
+    extra = load_step(directory, step, loaded, world)
+    for shard, read in zip(chosen, loaded, strict=True):
+        if read is not shard:
+            shard.local.copy_(read.local)
     return ResumedStep(directory, step, extra, weights_only, origin, lacks_adapters)
 
 
-def _read_content(directory: Path, step: int, has_adapters: bool) -> tuple[bool, bool, Origin | None, int]:
-    """Return (only weights are to be loaded, the run's adapters are not in the step, its origin, its copies).
+def _widen_base(shard: TensorShard, wide: frozenset[str]) -> TensorShard:
+    """Return a shard in CPU memory to read a weight into that this run keeps in bfloat16, and the step in float32."""
+    if shard.name not in wide or shard.dtype != torch.bfloat16:
+        return shard
+    return replace(shard, dtype=torch.float32, local=torch.empty(shard.local.shape))
 
-    Copies: those of a loosely synchronised run, else 0. A damaged manifest gives (False, False, None, 0): the load will
-    fail. A step without the run's adapters has the optimizer state of another training.
+
+def _read_content(
+    directory: Path, step: int, has_adapters: bool
+) -> tuple[bool, bool, Origin | None, int, frozenset[str]]:
+    """Return (only weights are to be loaded, the run's adapters are not in the step, its origin, its copies, wide).
+
+    Copies: those of a loosely synchronised run, else 0. Wide: names in float32 of a step without adapters, which a
+    run may keep in bfloat16 (adapter.base). A damaged manifest gives (False, False, None, 0, ()): the load will fail. A
+    step without the run's adapters has the optimizer state of another training.
 
     Raises UserError for a step with adapters if the run has none, because their training would be lost silently.
     """
     manifest = try_read_manifest(locate_step(directory, step), step)
     if manifest is None:
-        return False, False, None, 0
+        return False, False, None, 0, frozenset()
     saved = next((tensor.name for tensor in manifest.step_layout.tensors if is_adapter_parameter(tensor.name)), None)
     if saved is not None and not has_adapters:
         raise UserError(
@@ -308,7 +323,9 @@ def _read_content(directory: Path, step: int, has_adapters: bool) -> tuple[bool,
         )
     lacks_adapters = has_adapters and saved is None
     copies = count_copies(tensor.name for tensor in manifest.step_layout.tensors)
-    return holds_weights_only(manifest.extra) or lacks_adapters, lacks_adapters, manifest.origin, copies
+    weights = manifest.step_layout.tensors if lacks_adapters else ()
+    wide = frozenset(tensor.name for tensor in weights if tensor.dtype == "float32")
+    return holds_weights_only(manifest.extra) or lacks_adapters, lacks_adapters, manifest.origin, copies, wide
 
 
 _COPY = re.compile(r"optim\.copy(\d+)_")

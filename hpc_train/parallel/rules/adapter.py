@@ -35,6 +35,11 @@ def check_adapter_rules(config: RunConfig, degrees: Degrees) -> None:
             f"adapter.dropout={adapter.dropout:g}: drops inputs of layers, which parallel.tp={degrees.tp} splits; use "
             "adapter.dropout=0 or parallel.tp=1"
         )
+    if adapter.base == "bf16" and config.precision.name != "bf16":
+        raise UserError(
+            f"adapter.base=bf16: products would still be computed in {config.precision.name}; use precision=bf16, or "
+            "adapter.base=full"
+        )
     if adapter.base == "nf4":
         _check_nf4(config, degrees)
 

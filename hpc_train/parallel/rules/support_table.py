@@ -220,6 +220,14 @@ _ADAPTERS = (
         proof="tests/parallel/test_adapters.py",
     ),
     Technique(
+        name="adapters over a base in bfloat16",
+        option="adapter=lora adapter.base=bf16 precision=bf16",
+        done_by="our own layers",
+        numbers=INEXACT + "computed in bfloat16; the bits of LoRA over a base in float32",
+        needs="precision=bf16",
+        proof="tests/parallel/test_adapter_base.py",
+    ),
+    Technique(
         name="adapters over a base in 4 bits (NF4): QLoRA, QDoRA",
         option="model=hf adapter=qlora",
         done_by="bitsandbytes rounds and expands; our own layers",

@@ -115,12 +115,12 @@ def _make_adapter_columns(config: RunConfig) -> dict[str, float]:
             f"adapter={adapter.kind}: the planner counts adapters of dense transformers only, and model={model.name} "
             "is none; choose the degrees yourself, and count their memory with hpc-train plan rehearse"
         )
-    if adapter.base != "full" and not isinstance(model, CountedTransformer):
+    if adapter.base == "nf4" and not isinstance(model, CountedTransformer):
         raise UserError(explain_missing_base(model))
-    if isinstance(model, CountedTransformer) and (adapter.targets or adapter.base != "full"):
+    if isinstance(model, CountedTransformer) and (adapter.targets or adapter.base == "nf4"):
         raise UserError(
             f"adapter={adapter.kind}: of models of transformers the planner counts adapters on all linear layers over "
-            "weights that are whole; leave out adapter.targets and adapter.base, or choose the degrees yourself"
+            "weights of 16 bits or more; leave out adapter.targets and adapter.base, or choose the degrees yourself"
         )
     width = compute_head_dim(model)
     shapes = list_linear_shapes(
@@ -132,7 +132,8 @@ def _make_adapter_columns(config: RunConfig) -> dict[str, float]:
         fused=isinstance(model, CountedTransformer) and model.fused_attention_input,
     )
     chosen = [name for name in shapes if not adapter.targets or _is_target(name, adapter.targets)]
-    return make_adapter_columns(shapes, chosen, adapter.rank, dora=adapter.kind == "dora")
+    columns = make_adapter_columns(shapes, chosen, adapter.rank, dora=adapter.kind == "dora")
+    return {**columns, "frozen_bytes": ELEMENT_BYTES["bf16"] if adapter.base == "bf16" else 0}
 
 
 def _is_target(name: str, targets: Sequence[str]) -> bool:

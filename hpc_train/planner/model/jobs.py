@@ -244,6 +244,8 @@ class Jobs:
     # Adapters.
     adapter_weights: Column = field(default_factory=_zero)
     """Trained weights of the adapters (LoRA) of one layer, whose own weights are frozen; 0: all weights are trained."""
+    frozen_bytes: Column = field(default_factory=_zero)
+    """Bytes of each frozen weight of a layer; 0: those of any weight."""
     adapter_reads: Column = field(default_factory=_zero)
     """Inputs of a token of the layer's adapters, added up over them."""
     adapter_writes: Column = field(default_factory=_zero)

@@ -137,7 +137,7 @@ def count_state(jobs: Jobs, weights: RankWeights) -> RankState:
         waits = (jobs.dp_replicate > 1) & (jobs.micro_batches > 1)
         unsent_sums = weights.trained_without_ep * jobs.reduce_bytes / weights.shards * waits
     return RankState(
-        parameters=weights.without_ep * jobs.weight_bytes / weights.shards * (jobs.offload < 2),
+        parameters=_count_parameter_bytes(jobs, weights) / weights.shards * (jobs.offload < 2),
         optimizer=weights.trained_without_ep * jobs.optimizer_bytes / weights.shards * (jobs.offload == 0),
         whole_gradients=whole_gradients,
         sharded_gradients=sharded,
@@ -146,6 +146,14 @@ def count_state(jobs: Jobs, weights: RankWeights) -> RankState:
         sends_gradients=sends if np.any(sends) else None,
         unsent_sums=unsent_sums,
     )
+
+
+def _count_parameter_bytes(jobs: Jobs, weights: RankWeights) -> Column:
+    every = weights.without_ep * jobs.weight_bytes
+    if not np.any(jobs.frozen_bytes):
+        return every
+    saved = choose(jobs.frozen_bytes > 0, jobs.weight_bytes - jobs.frozen_bytes, 0.0)
+    return every - (weights.without_ep - weights.ends) * saved
 
 
 @dataclass(frozen=True)
@@ -170,8 +178,9 @@ def count_gathered(jobs: Jobs, weights: RankWeights) -> GatheredParameters:
     """Count the parameters that fully_shard has gathered, which follows traffic.sharding."""
     keeps = keeps_parameters(jobs.zero, jobs.reshard, jobs.pp)
     frees = ~keeps & (jobs.reshard > 0)  # a block's parameters after each use
-    # ddp gathers nothing, but autocast keeps 16-bit copies of the parameters.
-    cast = weights.total * choose(jobs.weight_bytes > jobs.activation_bytes, jobs.activation_bytes, 0.0)
+    # ddp gathers nothing, but autocast keeps 16-bit copies of the parameters that are wider.
+    wide = choose(jobs.frozen_bytes > 0, weights.ends, weights.total)
+    cast = wide * choose(jobs.weight_bytes > jobs.activation_bytes, jobs.activation_bytes, 0.0)
     # All weights of a block but those of routed experts may be gathered in 8 bits.
     narrower = jobs.activation_bytes - jobs.gathered_bytes
     block_bytes = jobs.activation_bytes - narrower * (1 - weights.experts / weights.block)
