@@ -89,6 +89,9 @@ CASES = {
     "check_vocabulary": Case(
         "model.vocab_size", [*GPU, "model.vocab_size=50257"], "is not a multiple of 128", ["model.vocab_size=50304"]
     ),
+    "check_adapter_base": Case(
+        "adapter.base", [*GPU, "precision=bf16", "adapter=lora"], "rounded to bf16", ["adapter.base=bf16"], "hint"
+    ),
     "check_precision": Case("precision", [*GPU, "precision=fp32"], "bf16 at 15 times that", ["precision=bf16"]),
     "check_tensor_divides": Case(
         "parallel.tp",

@@ -35,6 +35,7 @@ LINTS: tuple[Lint, ...] = (
     model_shape.check_feed_forward_width,
     model_shape.check_vocabulary,
     model_shape.check_precision,
+    model_shape.check_adapter_base,
     layout.check_tensor_divides,
     layout.check_kv_head_sharing,
     layout.check_tensor_domain,
@@ -78,7 +79,8 @@ def run_lints(config: RunConfig, figures: RunEstimate | None = None, world: int 
 
 NO_RUNNABLE_SETTING = "no single setting fixes this; fix fewer settings, so that `hpc-train plan` can choose them"
 _OR = ", or "
-_SETTING = re.compile(r"\b((?:model|parallel|train|optim|checkpoint|plan)(?:\.\w+)+)=([^\s,;()]+)((?: or [\d.e+-]+)*)")
+_GROUPS = "model|adapter|parallel|train|optim|checkpoint|plan"
+_SETTING = re.compile(rf"\b((?:{_GROUPS})(?:\.\w+)+)=([^\s,;()]+)((?: or [\d.e+-]+)*)")
 """Matches `key=value` and `key=value or value`."""
 _MODEL_DEGREES = ("parallel.pp", "parallel.cp", "parallel.tp")
 

@@ -120,3 +120,12 @@ def check_precision(facts: RunFacts) -> Advice | None:
     ratio = peaks["bf16"] / peaks[name]
     why = f"{name} peaks at {peaks[name]:g} TFLOP/s here, bf16 at {ratio:.0f} times that, in half the memory or less"
     return Advice("precision", why, "precision=bf16 (parameters and the optimizer stay in fp32)", "warning")
+
+
+def check_adapter_base(facts: RunFacts) -> Advice | None:
+    """Report frozen weights of adapters that are kept in fp32, though products are computed in bf16."""
+    adapter = facts.config.adapter
+    if adapter.kind == "none" or adapter.base != "full" or facts.config.precision.name != "bf16":
+        return None
+    why = "frozen weights are kept in fp32, and rounded to bf16 for each product"
+    return Advice("adapter.base", why, "adapter.base=bf16 (half of their memory, the same losses)", "hint")
