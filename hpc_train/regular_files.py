@@ -17,6 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from hpc_train.errors import UserError
+
 MAX_TEXT_BYTES = 1 << 30
 """Maximum bytes of a text file of a run (metrics, events, markers)."""
 _SECONDS_OF_A_WRITE = 0.01
@@ -102,6 +104,15 @@ def read_json(path: Path) -> Any:
 def write_private_file(path: Path, content: str | bytes) -> None:
     """Put a file that only its owner may read in this place, in one rename. Raises OSError; nothing then changed."""
     replace_file(path, content, mode=0o600)
+
+
+def check_private_file(path: Path, status: os.stat_result) -> None:
+    """Raise UserError for a file that another user owns or may write: what it says runs as this user."""
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
+        raise UserError(
+            f"{path}: is not yours alone (owner {status.st_uid}, mode {status.st_mode & 0o777:o}), so that others "
+            "could choose what runs; submit again, into a folder that only you can write"
+        )
 
 
 def replace_file(path: Path, content: str | bytes, mode: int | None = None, sync: bool = False) -> None:

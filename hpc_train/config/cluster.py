@@ -166,7 +166,7 @@ def check_cluster(cluster: ClusterConfig) -> None:
     if node.gpu_pair_gb_s > node.gpu_link_gb_s > 0:
         raise UserError(
             f"cluster.node.gpu_pair_gb_s={node.gpu_pair_gb_s:g}: more than gpu_link_gb_s={node.gpu_link_gb_s:g}, which "
-            "is all that a GPU can send to its peers together"
+            "is all that a GPU can send to its peers together; correct one of them"
         )
     parse_gpu_pairs(node)
     for name in cluster.environment:
@@ -193,6 +193,6 @@ def parse_gpu_pairs(node: NodeConfig) -> dict[tuple[int, int], float]:
         if bandwidth <= 0:
             raise UserError(f"cluster.node.gpu_pairs_gb_s: {name} has {bandwidth:g}; expected more than 0 GB/s")
         if (a, b) in pairs:
-            raise UserError(f"cluster.node.gpu_pairs_gb_s: {a}-{b} is there twice")
+            raise UserError(f"cluster.node.gpu_pairs_gb_s: {a}-{b} is there twice; leave one out")
         pairs[a, b] = bandwidth
     return pairs

@@ -145,7 +145,7 @@ class CheckpointConfig:
     """1: compress only the bytes that compress well, mostly exponents, with a fast coder; 2 to 9: zlib's levels, which
     take several times as long and save no more on trained numbers."""
     io: str = config_field(default="auto", choices=("auto", "direct", "buffered"))
-    """Write past the page cache (direct) or through it (cached); auto: direct if the file system supports it."""
+    """Write past the page cache (direct) or through it (buffered); auto: direct if the file system supports it."""
     stage_dir: str | None = None
     """Directory on a local disk of each node. A save is written there first, which frees its memory, and is then copied
     to the shared directory. Environment variables such as $SLURM_TMPDIR are expanded on the node. None: write straight

@@ -68,7 +68,7 @@ def cancel_runs(runs: Sequence[CancelCandidate], now: bool, wait: bool, output: 
     shared = frozenset[Path]()
     if jobs := [run for run in runs if run.facts.jobs]:
         waiting, shared = _cancel_jobs(jobs, now, run_client, output)
-        # A job may have begun between our look and our scancel; it gets the way of running ones.
+        # A job that began after we had asked for its state is cancelled as running ones are: it can save.
         if started_runs := [run for run in _find_states(waiting) if run.jobs(running=True)]:
             _cancel_jobs(started_runs, now, run_client, output)
     _cancel_without_slurm([run for run in runs if not run.facts.jobs], now, output)
@@ -99,7 +99,7 @@ def _cancel_without_slurm(runs: Sequence[CancelCandidate], now: bool, output: Co
             _cancel_local(run, now, output)
 
 
-def count_states(runs: Sequence[CancelCandidate]) -> str:
+def describe_states(runs: Sequence[CancelCandidate]) -> str:
     """Describe the states of runs: one by one, or counted where there are many."""
     if len(runs) < _MAX_NAMED:
         return ", ".join(f"{run.status.point} is {run.status.state}" for run in runs)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +18,7 @@ from hpc_train import __version__
 from hpc_train.config.plain_config import config_from_dict, config_to_dict
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.regular_files import MAX_TEXT_BYTES, open_regular, write_private_file
+from hpc_train.regular_files import MAX_TEXT_BYTES, check_private_file, open_regular, write_private_file
 from hpc_train.traffic.stages import is_schedule_file
 from hpc_train.training.run_directory import RunDirectory, locate_run_directory
 
@@ -125,9 +124,7 @@ def read_own_file(path: Path) -> str:
         ) from None
     except ValueError:
         text = ""
-    # A spec decides which code runs as this user, so nobody else may have had a hand in it.
-    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
-        raise UserError(f"{path}: is not yours alone (owner {status.st_uid}, mode {status.st_mode & 0o777:o}); not run")
+    check_private_file(path, status)
     return text
 
 

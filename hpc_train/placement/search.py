@@ -42,11 +42,11 @@ MAX_EXACT_NODES = 8
 """Maximum number of nodes for which every order is tried."""
 MIN_GAIN = 0.01
 """Minimum gain of communication time; below it the launcher's order stays, as the constants are no more precise."""
-_SAME = 1e-9
+_TOLERANCE = 1e-9
 """Relative difference that counts as equal: floating-point sums of the same seconds in another order."""
-_NODES_ORDERED = 1 << 18
+_MAX_ORDERED_NODES = 1 << 18
 """Orders times nodes above which only the best nestings are tried in cells, to bound the time."""
-_NESTS_KEPT = 6
+_MAX_NESTINGS = 6
 """Nestings that are then tried in cells."""
 
 
@@ -140,9 +140,9 @@ def _list_nested_orders(problem: CostModel, grid: tuple[int, ...]) -> NDArray[np
     along_tree = np.concatenate([tree[:, along] for _, along in nests])
     # Up to 5! nestings of many nodes would take minutes. How well a nesting does along the tree is a good forecast of
     # how it does in cells.
-    if along_tree.size > _NODES_ORDERED:
+    if along_tree.size > _MAX_ORDERED_NODES:
         seconds = problem.compute_seconds(along_tree).reshape(len(nests), -1).min(axis=1)
-        nests = [nests[at] for at in np.sort(np.argsort(seconds, kind="stable")[:_NESTS_KEPT])]
+        nests = [nests[at] for at in np.sort(np.argsort(seconds, kind="stable")[:_MAX_NESTINGS])]
         along_tree = np.concatenate([tree[:, along] for _, along in nests])
     packed = {
         size: pack_cells(fabric, size) for size in {size for nest, _ in nests for size in list_cell_sizes(grid, nest)}
@@ -182,12 +182,12 @@ def _select_fewest_crossings(problem: CostModel, orders: NDArray[np.int64], best
 
 
 def _is_at_most(values: NDArray[np.float64], limit: float) -> NDArray[np.bool_]:
-    return np.asarray(values <= limit * (1 + _SAME))
+    return np.asarray(values <= limit * (1 + _TOLERANCE))
 
 
 def _select_least(values: NDArray[Any], index: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return those of the indices that have the least value."""
-    return np.array(index[values[index] <= values[index].min() * (1 + _SAME)])
+    return np.array(index[values[index] <= values[index].min() * (1 + _TOLERANCE)])
 
 
 def _count_all_straddling(problem: CostModel, orders: NDArray[np.int64]) -> NDArray[np.int64]:

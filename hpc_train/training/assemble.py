@@ -10,12 +10,12 @@ from hpc_train.config.model import HfModelConfig
 from hpc_train.config.run import RunConfig, is_loose
 from hpc_train.data.datasets import Dataset
 from hpc_train.data.own_dataset import OwnStream
+from hpc_train.data.stream_loader import restore_position
 from hpc_train.errors import UserError
 from hpc_train.interfaces import Engine, World
 from hpc_train.resilience.load_history import end_load, note_load, read_passed_over
 from hpc_train.runtime.consensus import Consensus
 from hpc_train.runtime.stop_request import StopRequest
-from hpc_train.training.data_position import restore_position
 from hpc_train.training.factory import count_samples, count_total_steps, make_loader, make_validation_loader
 from hpc_train.training.lost_copies import find_copy_group
 from hpc_train.training.numerics.rollback import ROLLBACKS, read_rollbacks

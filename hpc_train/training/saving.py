@@ -29,9 +29,9 @@ from hpc_train.checkpoint.storage.step_directory import WEIGHTS_FOLDER, mark_bas
 from hpc_train.config.model import CustomModelConfig
 from hpc_train.config.plain_config import config_to_yaml
 from hpc_train.config.run import RunConfig
+from hpc_train.data.stream_loader import gather_positions
 from hpc_train.interfaces import TensorShard, World
 from hpc_train.resilience.heartbeat import Phase
-from hpc_train.training.data_position import gather_positions
 from hpc_train.training.records.run_records import find_event_time
 
 if TYPE_CHECKING:

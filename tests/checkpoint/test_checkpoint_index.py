@@ -39,7 +39,7 @@ def save_on(directory: Path, ranks: int, dim: int) -> Path:
 
 
 def tool(*words: str | Path) -> str:
-    """A program of Debian's hdf5-tools."""
+    """Return what a program of Debian's hdf5-tools prints."""
     assert shutil.which(str(words[0])), f"{words[0]} is not installed: apt-get install hdf5-tools"
     return subprocess.run([*map(str, words)], check=True, capture_output=True, text=True).stdout
 
@@ -91,7 +91,7 @@ def test_it_never_shows_values_of_a_shard_that_is_missing_or_damaged(tmp_path: P
         for name in TENSORS:
             with pytest.raises(KeyError):
                 file[name]
-        assert not any(it.is_virtual or it.external for it in file.values())
+        assert not any(dataset.is_virtual or dataset.external for dataset in file.values())
         assert {file.get(name, getlink=True).__class__ for name in file} == {h5py.HardLink}
     assert {name: shape for name, (_, shape) in listed(step).items()} == SHAPES
 

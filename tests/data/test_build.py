@@ -1,4 +1,4 @@
-"""From files to a store: which files, in which order, cut how, and kept under which name."""
+"""From files to a token store: which files, in which order, how they are cut, and the store's name in the cache."""
 
 import json
 import os

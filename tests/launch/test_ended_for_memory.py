@@ -1,4 +1,4 @@
-"""A step of which the kernel has ended a task for want of memory: srun says it also of tasks that follow."""
+"""Which task is named when the kernel ended one for lack of memory: srun reports that for its peers, too."""
 
 from __future__ import annotations
 

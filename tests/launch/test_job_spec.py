@@ -30,7 +30,7 @@ def test_what_was_frozen_is_what_is_read(job: Path) -> None:
 @pytest.mark.parametrize("mode", [0o660, 0o602, 0o777])
 def test_a_spec_that_others_can_write_is_refused(job: Path, mode: int) -> None:
     job.chmod(mode)
-    with pytest.raises(UserError, match=rf"job.json: is not yours alone \(owner \d+, mode {mode:o}\); not run"):
+    with pytest.raises(UserError, match=rf"job.json: is not yours alone \(owner \d+, mode {mode:o}\), so that others"):
         read_spec(job)
 
 

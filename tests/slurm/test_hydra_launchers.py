@@ -1,4 +1,4 @@
-"""Hydra's own suites for launchers on a real Slurm, and what users of others complain of."""
+"""Hydra's own test suites for launchers on a real Slurm, and problems that users of other launchers report."""
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ def test_every_end_of_a_point_is_told_without_accounting_and_edits_come_too_late
     assert seen["variable"] == "here"
     assert seen["env"]["MY_SECRET"] is None
     ended = [slurm_cluster.job(f"{job}_{index}") for index in range(6)]
-    states = [it["JobState"] for it in ended]
-    assert [it["Restarts"] for it in ended] == ["0"] * 5 + ["1"]
+    states = [job["JobState"] for job in ended]
+    assert [job["Restarts"] for job in ended] == ["0"] * 5 + ["1"]
     assert states == ["COMPLETED", "FAILED", "FAILED", "FAILED", "COMPLETED", "COMPLETED"]
     assert ended[1]["ExitCode"] == "1:0"
     assert returns[0].hydra_cfg.hydra.job.id == f"{job}_0"

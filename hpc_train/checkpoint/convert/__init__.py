@@ -6,6 +6,7 @@ rewrite             write a step from any source of tensors, in bounded memory
 tensor_sources      the tensors of a committed step, or of a state dict, as such a source
 model_config        config.json of transformers; check that tensors fit a model
 hf_config/          what a config.json says, by families; what published files have beside the weights
+formats/            files of other libraries, of which these are the largest:
 safetensors_files   safetensors: one file, or several with an index
 dcp                 torch.distributed.checkpoint, written through torch, read without it
 torch_files         files of torch.save, read without torch.load

@@ -29,7 +29,7 @@ def find_adapted_layers(tensors: Sequence[SavedTensor]) -> dict[str, list[SavedT
     }
     for layer, parts in adapted.items():
         if len(parts) < 3:
-            raise UserError(f"{layer}: has a part of an adapter in this step, and not its weight, A and B")
+            raise UserError(f"{layer}: this step has only some of its weight, A and B; give a step that has all three")
     return adapted
 
 

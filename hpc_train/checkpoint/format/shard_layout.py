@@ -64,8 +64,8 @@ def compute_seal(names: Sequence[str], codes: NDArray[np.uint64], places: NDArra
 
 T = TypeVar("T")
 Integers = NDArray[np.int64]
-_FEW = 8
-"""Number of members up to which a loop is faster than numpy."""
+_MAX_LOOPED_FILES = 8
+"""Number of files of a tensor up to which a loop over them is faster than numpy."""
 
 
 class SavedTensor(NamedTuple):
@@ -173,7 +173,7 @@ class SharedLayout:
         if 0 in shape or 0 in wanted.shape:
             return []
         members: Any = range(len(self.files))
-        if len(self.files) > _FEW:
+        if len(self.files) > _MAX_LOOPED_FILES:
             begin = np.asarray(wanted.offset, dtype=np.int64)
             end = begin + np.asarray(wanted.shape, dtype=np.int64)
             members = np.flatnonzero(((offsets < end) & (offsets + shape > begin)).all(axis=1))

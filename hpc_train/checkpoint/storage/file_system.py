@@ -24,7 +24,7 @@ from hpc_train.regular_files import sync_directory, sync_file
 from hpc_train.units import format_bytes
 
 CHECKSUM_ALGORITHM = "xxh3_128"
-_AT_ONCE = 2
+_MAX_THREADS = 2
 """Calls that run_concurrently makes at a time."""
 PAGE_BYTES = 4096
 """Bytes to which direct I/O aligns memory, offsets and lengths."""
@@ -69,7 +69,7 @@ def run_concurrently(calls: Sequence[Callable[[], object]]) -> None:
 
     All calls have ended when this returns or raises the first error.
     """
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    with ThreadPoolExecutor(_MAX_THREADS) as pool:
         for future in [pool.submit(call) for call in calls]:
             future.result()
 
@@ -200,9 +200,9 @@ def _name_kind(number: int, mounted_as: str) -> str:
 
 WRITE_BYTES = 16 << 20
 """Bytes of one write; a multiple of 1 MiB, and so of BLOCK_BYTES, as every write size here."""
-_MOST = 64 << 20
+_MAX_WRITE_BYTES = 64 << 20
 """Maximum bytes of one write; each rank has two in flight."""
-_NOT_HERE = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
+_UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ def _can_write_directly(path: Path) -> bool:
 
 def _raise_unless_unsupported(error: OSError) -> bool:
     """Return False if the error means that the file system lacks the operation; raise any other error."""
-    if error.errno not in _NOT_HERE:
+    if error.errno not in _UNSUPPORTED:
         raise error
     return False
 
@@ -291,12 +291,12 @@ def _can_reserve(path: Path) -> bool:
 def _round_up_to_stripes(round_bytes: int) -> int:
     """Return the bytes of a write that covers whole rounds of stripes; WRITE_BYTES if that is too much memory."""
     rounded = -(-WRITE_BYTES // round_bytes) * round_bytes
-    return rounded if rounded <= _MOST else WRITE_BYTES
+    return rounded if rounded <= _MAX_WRITE_BYTES else WRITE_BYTES
 
 
-_FILES_EACH = 2
+_FILES_PER_WRITER = 2
 """Files of a writer: its shard file and the table of digests."""
-_SMALL = 64 << 10
+_OVERHEAD_BYTES = 64 << 10
 """Bytes of a writer beyond its shard: its share of the manifest and directories, and rounding up to blocks."""
 
 
@@ -306,14 +306,14 @@ def check_free_space(system: FileSystem, directory: Path, needs: Sequence[int]) 
     needs: bytes of each rank's file, 0 if it has none. A quota is not seen until a write exceeds it.
     """
     # Checked before the first byte, because a save that fills the disk also stops everybody else.
-    need = sum(needs) + _SMALL * len(needs)
+    need = sum(needs) + _OVERHEAD_BYTES * len(needs)
     if need > system.free_bytes:
         raise CheckpointError(
             f"it needs {format_bytes(need)}, {directory} has {format_bytes(system.free_bytes)} "
             f"free: remove old checkpoints"
             " (hpc-train checkpoint prune), keep fewer (checkpoint.keep), or set checkpoint.dir to a larger file system"
         )
-    files = _FILES_EACH * len(needs) + 1
+    files = _FILES_PER_WRITER * len(needs) + 1
     if system.free_files is not None and files > system.free_files:
         raise CheckpointError(
             f"it needs {files} files, {directory} may have {system.free_files} more: remove old checkpoints or other"

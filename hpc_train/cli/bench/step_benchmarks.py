@@ -36,7 +36,7 @@ def _step(args: argparse.Namespace) -> int:
 def add_overlap(kinds: CommandGroup) -> None:
     """Add `bench overlap`."""
     overlap = add_benchmark(
-        kinds, "overlap", "measure how much communication asynchronous tensor parallelism hides (root)", _overlap
+        kinds, "overlap", "measure how much communication asynchronous tensor parallelism hides (needs root)", _overlap
     )
     add_number(overlap, "--rounds", 11, "rounds, in each of which every side runs once")
     add_number(overlap, "--steps", 1, "steps of a side in a round")
@@ -61,7 +61,9 @@ def _overlap(args: argparse.Namespace) -> int:
 
 def add_sync(kinds: CommandGroup) -> None:
     """Add `bench sync`."""
-    sync = add_benchmark(kinds, "sync", "compare loosely synchronised copies with ddp over a thin link (root)", _sync)
+    sync = add_benchmark(
+        kinds, "sync", "compare loosely synchronised copies with ddp over a thin link (needs root)", _sync
+    )
     add_overrides(sync, config_dir=False)
     add_number(sync, "--rounds", 3, "rounds, in each of which both sides run once")
     add_number(sync, "--steps", 2, "steps of ddp in a round")

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from hpc_train.cli.output import TERMINAL
-from hpc_train.launch.cancel import CancelCandidate, cancel_runs, count_states, find_runs
+from hpc_train.launch.cancel import CancelCandidate, cancel_runs, describe_states, find_runs
 
 
 def cancel_command(target: str, yes: bool, now: bool, wait: bool) -> int:
@@ -17,7 +17,7 @@ def cancel_command(target: str, yes: bool, now: bool, wait: bool) -> int:
     runs = find_runs(target)
     open_runs = [run for run in runs if not run.status.state.ended]
     if not open_runs:
-        print(f"nothing to cancel: {count_states(runs)}")
+        print(f"nothing to cancel: {describe_states(runs)}")
         return 0
     if not yes and sys.stdin.isatty() and not _ask_user(open_runs):
         print("left as it is")
@@ -26,4 +26,4 @@ def cancel_command(target: str, yes: bool, now: bool, wait: bool) -> int:
 
 
 def _ask_user(runs: Sequence[CancelCandidate]) -> bool:
-    return input(f"{count_states(runs)}: cancel? [y/N] ").strip().lower() in ("y", "yes")
+    return input(f"{describe_states(runs)}: cancel? [y/N] ").strip().lower() in ("y", "yes")

@@ -184,7 +184,7 @@ def _check_train(config: RunConfig) -> None:
     if train.micro_batch > train.global_batch:
         raise UserError(
             f"train.micro_batch={train.micro_batch}: larger than train.global_batch={train.global_batch}; "
-            "a rank cannot take more sequences at once than there are in a step"
+            f"a rank cannot take more sequences at once than a step has; use at most {train.global_batch}"
         )
 
 

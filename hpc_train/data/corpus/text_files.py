@@ -22,9 +22,10 @@ from hpc_train.regular_files import open_to_read
 _HEAD_BYTES = 1 << 16
 _WINDOW_BYTES = 1 << 14
 _WINDOWS = 8
-_FEW, _MOST_INVALID = 8, 0.1
-"""Bytes, and share of bytes, that may be invalid UTF-8: source code has a few lines in older encodings."""
-_SHOWN = 4
+_MAX_INVALID_BYTES, _MAX_INVALID_SHARE = 8, 0.1
+"""Bytes of a file, or share of them if that is more, that may be invalid UTF-8: source code has a few lines in older
+encodings."""
+_MAX_NAMED = 4
 _UNPACK = "unpack it first"
 _COLUMN = "write the text that is in it to JSON Lines or Parquet, a document a record"
 _MAGIC = (
@@ -104,8 +105,8 @@ def recognise_files(files: Iterable[SourceFile]) -> list[KnownFile]:
             problems.append(f"{file.path} {problem}")
     if not problems:
         return recognised
-    shown = "; ".join(problems[:_SHOWN])
-    more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    shown = "; ".join(problems[:_MAX_NAMED])
+    more = f"; and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
     count = f"{len(problems)} of {len(recognised)} files are not readable text: " if len(recognised) > 1 else ""
     raise UserError(f"{count}{shown}{more} (known: {KINDS})")
 
@@ -169,7 +170,7 @@ def _find_undecodable(samples: list[bytes]) -> str | None:
         return "is binary: it has zero bytes"
     total = sum(map(len, samples))
     invalid = sum(map(_count_invalid_bytes, samples))
-    if invalid > max(_FEW, _MOST_INVALID * total):
+    if invalid > max(_MAX_INVALID_BYTES, _MAX_INVALID_SHARE * total):
         return (
             f"is not in UTF-8 ({invalid / total:.0%} of its bytes): binary, or text in another encoding, which "
             "`iconv -f ENCODING -t UTF-8` converts"

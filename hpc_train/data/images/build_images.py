@@ -21,7 +21,7 @@ from hpc_train.regular_files import open_to_read
 
 LABEL_KEY = "label"
 """Key of a .json in a tar, if no other is named."""
-_SHOWN = 4
+_MAX_NAMED = 4
 _DIGEST_BYTES = 16
 _NOTED_TOGETHER = 256
 """Images that are written down as checked in one go."""
@@ -168,9 +168,9 @@ def _read_checked(
                     progress.advance(entry.size)
                 yield data
     if problems:
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        more = f"; and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
         count = f"{len(problems)} of {len(entries)} images cannot be used: " if len(entries) > 1 else ""
-        raise UserError(f"{count}{'; '.join(problems[:_SHOWN])}{more}")
+        raise UserError(f"{count}{'; '.join(problems[:_MAX_NAMED])}{more}")
 
 
 def _read_entry(entry: ImageEntry, is_checked: bool) -> tuple[bytes, str | None]:

@@ -20,16 +20,16 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
 KINDS = "JPEG, PNG, WebP, BMP and GIF"
 _OTHER_IMAGES = (".tif", ".tiff", ".jpe", ".jfif", ".avif", ".heic", ".heif", ".jp2", ".ppm", ".pgm")
 _TAR = ".tar"
-_LOOKED_AT = 10_000
-"""Files of a folder that decide what it holds."""
+_MAX_SAMPLED_NAMES = 10_000
+"""Files of a folder that are looked at to see what it holds."""
 _SPLITS = frozenset({"train", "training", "val", "valid", "validation", "test"})
-_ABOUT = ("readme", "license", "licence", "notice", "changelog")
+_NOTE_PREFIXES = ("readme", "license", "licence", "notice", "changelog")
 """Prefixes of the names of files that describe a data set and are not part of its data."""
-_FEW = 10
+_IMAGES_PER_OTHER_FILE = 10
 """A folder with this many images for each file of text holds images: those files are lists and notes."""
 _MOST_EMPTY = 1000
 """Classes for each one that has an image: with more, the largest number does not stand for a class."""
-_SHOWN = 4
+_MAX_NAMED = 4
 log = logging.getLogger(__name__)
 
 
@@ -87,9 +87,11 @@ def find_folder_entry(path: Path, root: Path) -> ImageEntry:
     """Return the entry of an image in a folder of classes: its label is the name of the folder below `root`."""
     parts = path.relative_to(root).parts
     if len(parts) < 2:
-        raise UserError(f"{path} is in no folder of a class: give a folder whose sub-folders are the classes")
+        raise UserError(f"{path} is in no folder of a class: give a folder in which each sub-folder is a class")
     if parts[0].lower() in _SPLITS:
-        raise UserError(f"{root} has splits and not classes below it: build a store of each, such as {root / parts[0]}")
+        raise UserError(
+            f"{root} has sub-folders of splits, not of classes: build a store of each, such as {root / parts[0]}"
+        )
     return ImageEntry(path, 0, path.stat().st_size, one_line(parts[0]), one_line(str(path)))
 
 
@@ -136,7 +138,7 @@ def _check_classes(root: Path, images: Sequence[Path]) -> None:
     with os.scandir(root) as entries:
         folders = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith((".", "__")))
     if empty := [name for name in folders if name not in used]:
-        shown = ", ".join(empty[:_SHOWN]) + (", ..." if len(empty) > _SHOWN else "")
+        shown = ", ".join(empty[:_MAX_NAMED]) + (", ..." if len(empty) > _MAX_NAMED else "")
         raise UserError(
             one_line(f"{root}: no image ({KINDS}) in {shown}: each folder is a class; fill it, or move it away")
         )
@@ -153,15 +155,15 @@ def _holds_images(path: Path, suffixes: tuple[str, ...]) -> bool:
         return False
     images, others = 0, []
     # A folder may have millions of files, so only the first ones decide.
-    for name in islice(_iterate_names(path), _LOOKED_AT):
+    for name in islice(_iterate_names(path), _MAX_SAMPLED_NAMES):
         if name.lower().endswith((*IMAGE_SUFFIXES, _TAR)):
             images += 1
-        elif name.endswith((*suffixes, *RECORD_SUFFIXES)) and not name.lower().startswith(_ABOUT):
+        elif name.endswith((*suffixes, *RECORD_SUFFIXES)) and not name.lower().startswith(_NOTE_PREFIXES):
             others.append(name)
     if not others or images <= len(others):
         return images > 0 and not others
     example = one_line(others[0])
-    if images >= _FEW * len(others):
+    if images >= _IMAGES_PER_OTHER_FILE * len(others):
         log.warning("%s: text and tables, such as %s, are left out because most files are images", path, example)
         return True
     log.warning("%s: %d images are left out because there is text or a table beside them: %s", path, images, example)

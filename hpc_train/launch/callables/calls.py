@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import pickle
 import shlex
-import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,7 @@ import cloudpickle
 from submitit.core.utils import DelayedSubmission, JobPaths
 
 from hpc_train.errors import UserError
-from hpc_train.regular_files import open_to_read, write_private_file
+from hpc_train.regular_files import check_private_file, open_to_read, write_private_file
 
 ELEMENT_VARIABLE = "HPC_TRAIN_ELEMENT"
 """Which of the elements that share one call this process belongs to."""
@@ -91,12 +90,6 @@ def load_pickle(path: Path) -> Any:
     with open_to_read(path) as file:
         check_private_file(path, os.fstat(file.fileno()))
         return pickle.load(file)
-
-
-def check_private_file(path: Path, status: os.stat_result) -> None:
-    """Raise UserError for a file that another user owns or may write."""
-    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
-        raise UserError(f"{path}: is not yours alone (owner {status.st_uid}, mode {status.st_mode & 0o777:o}); not run")
 
 
 def wait_for_file(path: Callable[[], Path]) -> Path:

@@ -94,11 +94,12 @@ def node_count(config: RunConfig) -> int:
     cluster = config.cluster
     nodes = cluster.nodes or math.ceil(compute_smallest_world(config.parallel) / cluster.ranks_per_node)
     if cluster.total_nodes and nodes > cluster.total_nodes:
-        raise UserError(f"cluster.nodes={nodes}: {cluster.name} has {cluster.total_nodes}")
+        raise UserError(f"cluster.nodes={nodes}: {cluster.name} has {cluster.total_nodes}; ask for fewer")
     if cluster.total_nodes and nodes + config.launch.spares > cluster.total_nodes:
         left = cluster.total_nodes - nodes
         raise UserError(
-            f"launch.spares={config.launch.spares}: {cluster.name} has {left} nodes beside the {nodes} of the run"
+            f"launch.spares={config.launch.spares}: {cluster.name} has {left} nodes beside the {nodes} of the run; ask "
+            "for fewer"
         )
     return nodes
 
@@ -232,7 +233,8 @@ def _check_time(config: RunConfig) -> None:
     limit, minutes = config.cluster.slurm.max_time_minutes, config.launch.time_minutes
     if limit is not None and minutes > limit:
         raise UserError(
-            f"launch.time_minutes={minutes}: {config.cluster.name} allows {limit}; a job that stops is requeued"
+            f"launch.time_minutes={minutes}: {config.cluster.name} allows {limit}; lower it: a job that reaches its "
+            "limit saves and is requeued"
         )
     if config.launch.signal_seconds >= minutes * 60:
         raise UserError(

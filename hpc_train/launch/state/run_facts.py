@@ -75,7 +75,7 @@ def gather_facts(points: Sequence[RunPoint], ask: RunClient) -> list[RunFacts]:
     The files of a run whose job Slurm does not know are read again: it may have ended just now.
     """
     first = [read_files(point) for point in points]
-    polled = poll_jobs(_open_jobs(first), ask)
+    polled = poll_jobs(_list_open_jobs(first), ask)
     complete = []
     for facts in first:
         records = tuple(polled.records[job] for job in facts.jobs if job in polled.records)
@@ -109,7 +109,7 @@ def read_files(point: RunPoint) -> RunFacts:
         passed_over=tuple(sorted(find_passed_over(events))),
         failure="" if newest.result and newest.result.exit_code == 0 else _read_failure(point.run, newest, events),
         cancelled=_was_cancelled(facts.jobs, newest, events),
-        cancel_note=_cancel_note(newest, events),
+        cancel_note=_find_cancel_note(newest, events),
         alive=is_process_alive(begun.process, begun.started, begun.machine) if begun else None,
         seconds_since_write=_measure_seconds_since_write(point.run),
     )
@@ -232,7 +232,7 @@ def _find_ending_in_log(facts: RunFacts) -> State | None:
     )
 
 
-def _cancel_note(newest: Attempt, events: Iterable[dict[str, Any]]) -> str:
+def _find_cancel_note(newest: Attempt, events: Iterable[dict[str, Any]]) -> str:
     cancels = [event for event in events if event["event"] == "cancel" and event["attempt"] == newest.number]
     return next((str(event["why"]) for event in reversed(cancels) if event.get("why")), "")
 
@@ -242,5 +242,5 @@ def _has_ended(facts: RunFacts) -> bool:
     return facts.newest is not None and facts.newest.result is not None and facts.newest.result.done
 
 
-def _open_jobs(facts: Iterable[RunFacts]) -> list[str]:
+def _list_open_jobs(facts: Iterable[RunFacts]) -> list[str]:
     return [job for run in facts if not _has_ended(run) for job in run.jobs]

@@ -43,7 +43,7 @@ def recompute_activations(part: nn.Module, config: RunConfig) -> str:
     recompute = config.parallel.recompute
     blocks = get_blocks(part, f"parallel.recompute.mode={recompute.mode}")
     recomputed = blocks[:: recompute.every]
-    keep = KeepPolicy.named(recompute.keep) if recompute.mode == "selective" else None
+    keep = KeepPolicy.from_names(recompute.keep) if recompute.mode == "selective" else None
     splits = config.parallel.pp > 1 and splits_backward(config.parallel.pipeline)
     wrap: Callable[[Forward], Forward] = wrap_recompute_once if splits else partial(wrap_recompute, keep=keep)
     for block in recomputed:
@@ -64,7 +64,7 @@ class KeepPolicy:
     """Operators that have run in the blocks so far."""
 
     @classmethod
-    def named(cls, names: Iterable[str]) -> KeepPolicy:
+    def from_names(cls, names: Iterable[str]) -> KeepPolicy:
         """Make the policy for the names in parallel.recompute.keep. Raises UserError for an unknown operator."""
         return cls({operator: name for name in names for operator in _list_operators(name)})
 

@@ -24,7 +24,7 @@ from hpc_train.parallel.parameter_server.shared_parameters import ShareWindow, l
 
 
 class SynchronousUpdates:
-    """optimizer_step.GradientUpdate: the numbers of an all-reduce, by another way."""
+    """Updates parameters on the servers, with the numbers that an all-reduce gives (optimizer_step.GradientUpdate)."""
 
     loss_scale = 1.0
 
@@ -40,7 +40,7 @@ class SynchronousUpdates:
             window.pull()
 
     def norm(self) -> Tensor:
-        """See optimizer_step.GradientUpdate: of the mean of what all ranks push."""
+        """Return the norm of the mean of all pushed gradients; see optimizer_step.GradientUpdate."""
         if self._factor is None:
             self._push()
         pushed = [window.view_pushed() for window in self._windows]

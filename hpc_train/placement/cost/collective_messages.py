@@ -19,7 +19,7 @@ from hpc_train.placement.mesh_groups import GroupRows
 DOMAIN_LEVEL = "domain"
 """The level of NVLink domains that span nodes."""
 
-_COMPARED = 32
+_MAX_COMPARED = 32
 """Entries of a row up to which comparing all pairs is faster than sorting."""
 
 Floats = NDArray[np.float64]
@@ -350,7 +350,7 @@ def _count_members(pairs: CountedPairs, group: Ints) -> Ints:
     """Return [orders, entries]: ranks of the entry's row in the same group as the entry. group: [orders, entries]."""
     width = pairs.width
     # Short rows of one length: compare all entries with all, which needs no sorting.
-    if width and width <= _COMPARED:
+    if width and width <= _MAX_COMPARED:
         table, members = group.reshape(len(group), -1, width), pairs.members.reshape(-1, width)
         same = table[..., :, None] == table[..., None, :]
         return np.asarray(np.einsum("orij,rj->ori", same, members).reshape(group.shape), np.int64)

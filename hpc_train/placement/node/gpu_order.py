@@ -30,7 +30,7 @@ MAX_GPUS = 8
 """Maximum number of GPUs for which every order is tried: 40,320 of them."""
 MIN_GAIN = 0.01
 """Minimum gain; below it local rank n keeps GPU n."""
-_SAME = 1e-9
+_TOLERANCE = 1e-9
 """Relative difference that counts as equal."""
 
 Floats = NDArray[np.float64]
@@ -82,7 +82,7 @@ def order_gpus(links: GpuLinks, sizes: Mapping[str, int], flows: Sequence[Flow],
     before, best = float(seconds[0]), float(seconds.min())
     if best >= before * (1 - MIN_GAIN):
         return GpuOrder(identity, before, before, "no order of a node's GPUs is faster than theirs by 1 %")
-    fastest = orders[seconds <= best * (1 + _SAME)]
+    fastest = orders[seconds <= best * (1 + _TOLERANCE)]
     moved = np.count_nonzero(fastest != np.arange(count), axis=1)
     chosen = tuple(fastest[int(moved.argmin())].tolist())
     gain = f"{before / best:.2f}x faster" if best > 0 else "faster"

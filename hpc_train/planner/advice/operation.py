@@ -12,12 +12,12 @@ from hpc_train.planner.reliability.projection import HOUR, count_planned_steps
 from hpc_train.units import format_amount
 
 _INTERVAL_FACTOR = 2.0
-"""A checkpoint.every this many times longer or shorter than the optimum is reported, if it also costs _LEAST_LOSS."""
-_LEAST_LOSS = 0.005
+"""A checkpoint.every this many times longer or shorter than the optimum is reported, if it also costs _MIN_LOSS."""
+_MIN_LOSS = 0.005
 """A smaller loss, as a share of the job's time, is not reported."""
 _LARGE_NODES = 128
 """1,024 GPUs: RSC-1's jobs of that size were interrupted every 7.9 hours (arXiv:2410.21680)."""
-_MOST_SPARES = 64
+_MAX_SPARES = 64
 """No more spare nodes are recommended."""
 
 
@@ -43,7 +43,7 @@ def check_save_interval(facts: RunFacts) -> Advice | None:
     if outlook is None or not every or outlook.demand.best_every is None or outlook.demand.best_effective is None:
         return None
     best, gain = outlook.demand.best_every, outlook.demand.best_effective - outlook.demand.effective.p50
-    if gain < _LEAST_LOSS or 1 / _INTERVAL_FACTOR < every / best < _INTERVAL_FACTOR:
+    if gain < _MIN_LOSS or 1 / _INTERVAL_FACTOR < every / best < _INTERVAL_FACTOR:
         return None
     step = facts.figures.job.step_seconds.p50 if facts.figures.job else 0.0
     mean = outlook.interruption_seconds.p50 / HOUR
@@ -60,7 +60,7 @@ def check_blocking_saves(facts: RunFacts) -> Advice | None:
     if outlook is None or not checkpoint.every or checkpoint.background:
         return None
     share = float(outlook.demand.waste.saving)
-    if share < _LEAST_LOSS:
+    if share < _MIN_LOSS:
         return None
     why = f"training waits {float(outlook.save.stall_seconds):.3g} s for every save, {share:.1%} of the time"
     return Advice("checkpoint.background", why, "checkpoint.background=true", "warning")
@@ -93,11 +93,9 @@ def _recommend_spares(facts: RunFacts, failing: float, repair: float) -> Advice 
         wait = float(spare_wait_seconds(failing, repair, spares))
         return failing * wait / (1 + failing * wait)
 
-    if compute_waiting_share(have) < _LEAST_LOSS:
+    if compute_waiting_share(have) < _MIN_LOSS:
         return None
-    enough = next(
-        (n for n in range(have + 1, _MOST_SPARES) if compute_waiting_share(n) < _LEAST_LOSS / 5), _MOST_SPARES
-    )
+    enough = next((n for n in range(have + 1, _MAX_SPARES) if compute_waiting_share(n) < _MIN_LOSS / 5), _MAX_SPARES)
     why = f"with {have} spare nodes the job waits {compute_waiting_share(have):.1%} of the time for one to be repaired"
     share = enough / (facts.nodes + enough)
     fix = f"plan.spare_nodes={enough} ({share:.1%} of the nodes): it then waits {compute_waiting_share(enough):.2%}"

@@ -15,13 +15,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="DataclassInstance")
 
-_TABLE = 1 << 17
+_TABLE_SIZE = 1 << 17
 """Whole numbers in a range of at most this size are numbered with a table of that size, which is faster than sorting
 thousands of them."""
-
-
-_FEW = 256
-"""Fewer jobs are computed one by one."""
+_MIN_JOBS = 256
+"""Finding distinct ones among fewer jobs takes longer than computing all of them."""
 
 
 def find_distinct_jobs(jobs: Jobs, without: frozenset[str]) -> tuple[Jobs, NDArray[np.intp]] | None:
@@ -30,7 +28,7 @@ def find_distinct_jobs(jobs: Jobs, without: frozenset[str]) -> tuple[Jobs, NDArr
     The columns `without` become NaN, so that a result that depends on one is no number. None if it would not be faster.
     """
     vary = {name: column for name, column in job_columns(jobs).items() if column.size > 1}
-    if any(column.ndim != 1 for column in vary.values()) or jobs.n < _FEW:
+    if any(column.ndim != 1 for column in vary.values()) or jobs.n < _MIN_JOBS:
         return None
     names = [name for name in vary if name not in without]
     if not names:
@@ -57,7 +55,7 @@ def find_distinct(values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.intp]]
     for row in values:
         if row.size and row.min() != row.max():
             count, code = _number(row)
-            if size * count > _TABLE:
+            if size * count > _TABLE_SIZE:
                 size, codes = _number(codes)
             codes, size = codes * count + code, size * count
     count, index = _number(codes)
@@ -71,7 +69,7 @@ def _number(values: NDArray[Any]) -> tuple[int, NDArray[np.intp]]:
     if not values.size:
         return 0, np.empty(0, np.intp)
     lowest = values.min()
-    if values.max() - lowest < _TABLE:
+    if values.max() - lowest < _TABLE_SIZE:
         steps = (values - lowest).astype(np.intp)
         if np.array_equal(steps + lowest, values):
             present = np.zeros(int(steps.max()) + 1, np.bool_)

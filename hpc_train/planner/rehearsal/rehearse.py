@@ -60,7 +60,7 @@ def rehearse_run(config: RunConfig, world: int, which: str = "sample", processes
     started = time.perf_counter()
     check_not_loose(config)
     degrees = check_support(config, world)
-    stood_in, notes = replace_unavailable(config)
+    runnable, notes = replace_unavailable(config)
     chosen = choose_ranks(which, degrees)
     preload_torch()
     # Only the shapes of the whole model are needed, so its tensors get no memory.
@@ -69,10 +69,10 @@ def rehearse_run(config: RunConfig, world: int, which: str = "sample", processes
     proof = prove_order(config, degrees) if degrees.pp > 1 else None
     micro_batches, fewer = choose_micro_batches(config, degrees, _count_blocks(model, degrees), proof)
     processes = min(processes or _count_processes(), len(chosen.built))
-    ranks = _build_ranks(stood_in, degrees, chosen, micro_batches, processes)
+    ranks = _build_ranks(runnable, degrees, chosen, micro_batches, processes)
     notes += [*([fewer] if fewer else []), *_list_not_rehearsed(degrees, ranks)]
     stages = {rank: ranks[rank].at["pp"] for rank in chosen.stepped}
-    plan, real = plan_memory_by_rank(stood_in, degrees, stages), plan_memory_by_rank(config, degrees, stages)
+    plan, real = plan_memory_by_rank(runnable, degrees, stages), plan_memory_by_rank(config, degrees, stages)
     more = {rank: sum(real[rank].values()) - sum(plan[rank].values()) for rank in real}
     return Rehearsal(
         degrees=degrees,

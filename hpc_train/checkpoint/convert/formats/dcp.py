@@ -46,10 +46,10 @@ from hpc_train.errors import UserError
 from hpc_train.interfaces import TensorShard
 
 METADATA_FILE = ".metadata"
-_MOST_BYTES = 512 << 20
+_MAX_METADATA_BYTES = 512 << 20
 _MOST_OBJECTS = 10_000_000
 """Limit on objects in the metadata; a chunk takes about ten."""
-_OF_A_CHUNK = 16
+_MIN_CHUNK_BYTES = 16
 """Minimum bytes of a chunk in the metadata. It bounds the chunks, as a pickle can refer to one list many times."""
 _MOST_ODD_CHUNKS = 4096
 """Limit on chunks of a tensor that are not cells of a grid; comparing them takes time quadratic in their number."""
@@ -123,9 +123,9 @@ def parse_dcp_metadata(folder: Path) -> dict[str, StoredTensor]:
     """
     path = folder / METADATA_FILE
     try:
-        data = read_bounded_file(path, _MOST_BYTES)
+        data = read_bounded_file(path, _MAX_METADATA_BYTES)
         tensors = _parse_tensors(
-            read_pickle(data, _list_allowed_globals(), most=_MOST_OBJECTS).value, len(data) // _OF_A_CHUNK
+            read_pickle(data, _list_allowed_globals(), most=_MOST_OBJECTS).value, len(data) // _MIN_CHUNK_BYTES
         )
         _check_sizes(folder, tensors)
     except OSError as error:

@@ -170,7 +170,11 @@ def _make_layer_adapter(
     if a is None or b is None or a.ndim != 2 or b.ndim != 2 or b.shape[1] != a.shape[0]:
         raise UserError(f"{folder / WEIGHTS_FILE}: {module} lacks lora_A or lora_B, or they do not fit together")
     if bool(config.get("use_dora")) != (magnitude is not None):
-        raise UserError(f"{folder}: use_dora is {config.get('use_dora')}, which {module} in {WEIGHTS_FILE} contradicts")
+        found = "has no magnitudes" if magnitude is None else "has magnitudes of DoRA"
+        raise UserError(
+            f"{folder}: use_dora is {config.get('use_dora')} in its configuration, but {module} in {WEIGHTS_FILE} "
+            f"{found}; save the adapter with PEFT again"
+        )
     return LayerAdapter(a, b, magnitude, _find_scale(folder, module, len(a), config))
 
 

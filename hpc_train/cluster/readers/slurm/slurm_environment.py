@@ -74,20 +74,20 @@ def _split_address(before: str, count: int, switches: Collection[str]) -> tuple[
     known_names = frozenset(switches)
 
     @cache
-    def ways(start: int, left: int) -> list[tuple[str, ...]]:
+    def list_splits(start: int, left: int) -> list[tuple[str, ...]]:
         """Return up to two ways to split the pieces from `start` on into `left` names."""
         if left == 0:
             return [()] if start == len(pieces) else []
-        rest_ways: list[tuple[str, ...]] = []
+        found: list[tuple[str, ...]] = []
         # Leave at least one piece for each name that follows. More than two ways are as ambiguous as two, so the number
         # of ways is cut there, which keeps the search short.
         for end in range(start + 1, len(pieces) - left + 2):
             name = ".".join(pieces[start:end])
             if not name or _is_known(name, known_names):
-                rest_ways += [(name, *rest) for rest in ways(end, left - 1)]
-        return rest_ways[:2]
+                found += [(name, *rest) for rest in list_splits(end, left - 1)]
+        return found[:2]
 
-    splits = ways(0, count)
+    splits = list_splits(0, count)
     return splits[0] if len(splits) == 1 else None
 
 
@@ -155,7 +155,7 @@ def parse_tasks_per_node(text: str) -> list[int]:
     for piece in text.split(","):
         match = re.fullmatch(r"\s*([0-9]{1,9})(?:\(x([0-9]{1,9})\))?\s*", piece)
         if not match:
-            raise UserError(f"SLURM_TASKS_PER_NODE={text[:60]}; expected such as 34,26,2(x2)")
+            raise UserError(f"SLURM_TASKS_PER_NODE={text[:60]}; expected tasks of each node, such as 34,26,2(x2)")
         times = int(match[2] or 1)
         if len(tasks) + times > MAX_NODES:
             raise UserError(f"SLURM_TASKS_PER_NODE={text[:60]}: more than {MAX_NODES} nodes")

@@ -32,6 +32,11 @@ _TRIES = 50
 """How often Slurm is asked to leave the lost node out, ten times a second."""
 
 
+def make_lost_script_command(logs: str) -> list[str]:
+    """Return the command that runs this module, for the agents."""
+    return [sys.executable, "-P", "-m", "hpc_train.launch.slurm.supervisor.lost_script", logs]
+
+
 def find_lost_host(text: str) -> str | None:
     """Return the node of the batch script if Slurm has taken it from the job; None if the job still has it, or ended.
 

@@ -1,5 +1,4 @@
-"""The supervisor of a Slurm job: watches its ranks through an agent on every node, and ends those that hang or whose
-peer has failed.
+"""The supervisor of a Slurm job: watch the ranks by an agent on every node; end those that hang or whose peer failed.
 
 `python -m hpc_train.launch.slurm.supervisor.supervise LOGS PROCESS`, beside the ranks in the batch script. PROCESS is
 the srun that started the ranks. The supervisor only ends ranks; the batch script decides afterwards whether they are
@@ -50,6 +49,7 @@ from hpc_train.launch.slurm.supervisor.job_steps import (
     signal_ranks,
     signal_step,
 )
+from hpc_train.launch.slurm.supervisor.lost_script import make_lost_script_command
 from hpc_train.launch.slurm.supervisor.silent_srun import EndedRanks, StuckStart, report_stuck_start, write_ended_tasks
 from hpc_train.launch.slurm.supervisor.srun_errors import PeerFailures, SrunErrors
 from hpc_train.launch.slurm.supervisor.time_limit import OUT_OF_TIME, TimeLimit
@@ -355,11 +355,6 @@ def report_lost_nodes(logs: Path, hosts: Sequence[str], reports: AgentReports, a
     append_event(logs.parents[1] / "events.jsonl", "lost_node", int(logs.name), **what)
 
 
-def lost_script_command(logs: str) -> list[str]:
-    """Return the command that requeues a job whose batch script is gone with its node."""
-    return [sys.executable, "-P", "-m", "hpc_train.launch.slurm.supervisor.lost_script", logs]
-
-
 def claim_ranks(logs: Path) -> bool:
     """Return whether this process is the only supervisor of an attempt, and stays so until it ends.
 
@@ -393,7 +388,7 @@ def main(logs: str, process: str) -> int:
         **config["resilience"],
         "compiles": bool(config["parallel"]["compile"]),
         "last_try": settings.last_try,
-        "without_supervisor": lost_script_command(logs) if settings.act else [],
+        "without_supervisor": make_lost_script_command(logs) if settings.act else [],
     }
     if (Path(logs) / AGENT_ERRORS).exists():
         report_watch(Path(logs), "the supervisor has ended before the ranks, and was started again")
