@@ -11,11 +11,12 @@ from hpc_train.config.cluster import ClusterConfig
 from hpc_train.config.launch import ContainerConfig, LaunchConfig
 from hpc_train.config.loggers import LoggersConfig
 from hpc_train.config.model import DataConfig, ModelConfig
+from hpc_train.config.optim import OptimConfig
 from hpc_train.config.parallel import Degrees, ParallelConfig, SyncConfig
 from hpc_train.config.profile import ProfileConfig
 from hpc_train.config.resilience import ResilienceConfig
 from hpc_train.config.schema import config_dataclass, config_field
-from hpc_train.config.train import CheckpointConfig, OptimConfig, PrecisionConfig, TrainConfig
+from hpc_train.config.train import CheckpointConfig, PrecisionConfig, TrainConfig
 
 
 @config_dataclass

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from hpc_train import components
 from hpc_train.components import OPTIMIZERS
 from hpc_train.config.optim import OPTIMIZERS as BUILT_IN
+from hpc_train.config.optim import SCHEDULES, OptimConfig, ScheduleConfig
 from hpc_train.config.run import RunConfig
-from hpc_train.config.train import SCHEDULES, OptimConfig, ScheduleConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
 from hpc_train.parallel.optimizers.parameter_groups import (

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.config.compose import compose
+from hpc_train.config.optim import ScheduleConfig
 from hpc_train.config.schema import seal_config
-from hpc_train.config.train import ScheduleConfig
 from hpc_train.training.optimizer import compute_learning_rate, scale_peak_rate
 
 NAMES = ("cosine", "linear", "wsd", "constant")

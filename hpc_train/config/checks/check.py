@@ -15,12 +15,12 @@ from typing import Any
 
 from hpc_train.config.checks.secret_variables import is_secret_name
 from hpc_train.config.cluster import check_cluster
-from hpc_train.config.optim import OPTIMIZERS
+from hpc_train.config.optim import OPTIMIZERS, SCHEDULES
 from hpc_train.config.parallel import list_requested_degrees
 from hpc_train.config.profile import check_ranks, parse_steps
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import Range
-from hpc_train.config.train import SCHEDULES, CheckpointConfig
+from hpc_train.config.train import CheckpointConfig
 from hpc_train.errors import UserError
 from hpc_train.near_names import TYPO, did_you_mean, find_near_names, suggest_components
 

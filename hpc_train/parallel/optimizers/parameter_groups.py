@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hpc_train.config.optim import ParameterGroupConfig
-from hpc_train.config.train import OptimConfig
+from hpc_train.config.optim import OptimConfig, ParameterGroupConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
 from hpc_train.models.experts import Experts

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from hpc_train.config.keys.overrides import format_changed_setting
-from hpc_train.config.optim import OPTIMIZERS, AdafactorConfig, EmaConfig, MuonConfig, SgdConfig
+from hpc_train.config.optim import OPTIMIZERS, AdafactorConfig, EmaConfig, MuonConfig, OptimConfig, SgdConfig
 from hpc_train.config.parallel import Degrees
 from hpc_train.config.run import RunConfig
-from hpc_train.config.train import OptimConfig
 from hpc_train.errors import UserError
 from hpc_train.traffic.moment_blocks import explain_cut_blocks, is_quantized, list_split_rows
 

@@ -15,9 +15,9 @@ import numpy as np
 from hpc_train.cluster.calibration import DeviceMeasurement as Measured
 from hpc_train.config.cluster import PCIE_BANDWIDTH, ClusterConfig
 from hpc_train.config.model import ModelConfig, TransformerConfig, VisionTransformerConfig
+from hpc_train.config.optim import OptimConfig
 from hpc_train.config.parallel import Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig
-from hpc_train.config.train import OptimConfig
 from hpc_train.errors import UserError
 from hpc_train.models.counts import compute_seen_share
 from hpc_train.models.shape import (
