@@ -78,7 +78,7 @@ def test_a_host_file_keeps_order_and_duplicates() -> None:
         ("SLURM_JOBID=7\nSLURM_NODE", 2, "cut short"),
         ("SLURM_NODELIST=n1\nSLURM_NODELIST=n2\n", 2, "one job"),
         ("SLURM_NODELIST=n[1-3]\nSLURM_NNODES=4\n", 2, "3 nodes"),
-        ("SLURM_NODELIST=n[1-2]\nSLURM_TASKS_PER_NODE=4(x2\n", 2, "expected such as"),
+        ("SLURM_NODELIST=n[1-2]\nSLURM_TASKS_PER_NODE=4(x2\n", 2, "expected tasks of each node"),
         ("SLURM_NODELIST=n1\nSLURM_TOPOLOGY_ADDR=a.n2\n", 2, "no node of the job"),
         ("SLURM_JOBID=7\n", 0, "no SLURM_JOB_NODELIST"),
         ("n[3-1]\n", 1, "backwards"),

@@ -226,7 +226,7 @@ COMMANDS = [
     ("train --config-dir", "argument --config-dir: expected one argument; see `hpc-train train --help`"),
     ("train launch=slurm", "launch=slurm: `hpc-train train` runs here; use `hpc-train submit` for Slurm"),
     ("submit launch=local", "launch=local: `hpc-train submit` sends to Slurm; use `hpc-train train` ..."),
-    ("submit --dry-run cluster=frontier cluster.nodes=100000", "cluster.nodes=100000: frontier has 9856"),
+    ("submit --dry-run cluster=frontier cluster.nodes=100000", "cluster.nodes=100000: frontier has 9856; ..."),
     ("submit --dry-run cluster=leonardo launch.time_minutes=99999", "launch.time_minutes=99999: leonardo allows ..."),
     ("submit --dry-run launch.signal_seconds=4000", "launch.signal_seconds=4000: not before the end of ..."),
     ("data", "the following arguments are required: ...; see `hpc-train data --help`"),
