@@ -34,6 +34,8 @@ _STACK_SECONDS = 3.0
 """Seconds that ranks have to answer with their stacks. They are also asked this long before the deadline."""
 _UNABLE = (STOPPED, WAITS_FOR_DISK, GONE, NOT_BEGUN)
 """States in which a process answers no signal."""
+_STEP_PHASES = (Phase.FIRST_STEP, Phase.STEP, Phase.EVALUATE)
+"""Phases that a stop request waits for the end of, and in which ranks wait for each other."""
 _EARLIEST_SHARE = 0.75
 """Share of a deadline that passes before any rank is asked, however short the deadline is."""
 
@@ -129,26 +131,58 @@ class HangResponse:
         elif self._request is None and all(view.phase is not Phase.START for view in views):
             self._request = StackRequest(self._logs, self._request_stacks)
 
-    def _report(self, hang: Hang, views: Sequence[RankView], machines: Mapping[str, Any] | None) -> None:
-        """Write down a hang: the stacks of the ranks, an incident with a folder of its own, and an event."""
+    def report_late_end(
+        self,
+        views: Sequence[RankView],
+        seconds: float,
+        request_stacks: Callable[[], None],
+        machines: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Record which rank holds up the others of a job that was asked to end so many seconds ago.
+
+        Slurm kills them after KillWait, long before some deadlines. Returns the text of the incident, "" if all ranks
+        have done something since, or start, load or save, which may take longer.
+        """
+        if any(view.phase is Phase.START for view in views):  # it may not handle the signal yet, and would die of it
+            return ""
+        late = [
+            replace(view, deadline=min(view.deadline, seconds)) if view.phase in _STEP_PHASES else view
+            for view in views
+        ]
+        hang = find_hang(late, self._hosts)
+        if hang is None:
+            return ""
+        as_seen = {view.task: view for view in views}
+        hang = replace(hang, culprits=tuple(as_seen.get(view.task, view) for view in hang.culprits))
+        who = hang.describe() if hang.culprits else f"all {hang.overdue} have been silent since then"
+        text = f"asked to end {seconds:.0f} s ago, the ranks have not: {who}"
+        incident = self._examine("late end", text, hang, views, StackRequest(self._logs, request_stacks))
+        folder = write_incident(self._logs, incident, machines)
+        run, attempt = self._logs.parents[1], int(self._logs.name)
+        append_event(run / "events.jsonl", "late_end", attempt, why=incident.text, folder=folder.name)
+        return incident.text
+
+    def _examine(self, kind: str, text: str, hang: Hang, views: Sequence[RankView], request: StackRequest) -> Incident:
+        """Wait for the stacks of the ranks, and find out which of them is to blame. text: what is known before."""
         unable = {view.task for view in (*views, *hang.culprits) if view.state in _UNABLE}
-        request = self._request or StackRequest(self._logs, self._request_stacks)
-        answers, self._request = request.collect(request.sent + _STACK_SECONDS, unable), None
-        stacks = describe_stacks(answers)
-        odd = find_odd_task(answers)
+        answers = request.collect(request.sent + _STACK_SECONDS, unable)
+        stacks, odd = describe_stacks(answers), find_odd_task(answers)
         # Heartbeats may not tell the ranks apart; then the one whose stack differs from all others is to blame.
         culprits = hang.culprits or [view for view in views if view.task == odd]
         culprit = culprits[0] if culprits else None
-        text = f"the ranks hang: {hang.describe()}; {stacks}"
-        incident = Incident(
-            "hang", text, culprit.task if culprit else None, culprit.host if culprit else "", views, stacks
-        )
+        task, host = (culprit.task, culprit.host) if culprit else (None, "")
+        return Incident(kind, f"{text}; {stacks}", task, host, views, stacks)
+
+    def _report(self, hang: Hang, views: Sequence[RankView], machines: Mapping[str, Any] | None) -> None:
+        """Write down a hang: the stacks of the ranks, an incident with a folder of its own, and an event."""
+        request, self._request = self._request or StackRequest(self._logs, self._request_stacks), None
+        incident = self._examine("hang", f"the ranks hang: {hang.describe()}", hang, views, request)
         folder = write_incident(self._logs, incident, machines)
         if self._settings.act:
             mark_hang(self._logs, incident)
         run, attempt = self._logs.parents[1], int(self._logs.name)
         acted = "ended" if self._settings.act else "left alone: resilience.act=false"
-        append_event(run / "events.jsonl", "hang", attempt, why=text, action=acted, folder=folder.name)
+        append_event(run / "events.jsonl", "hang", attempt, why=incident.text, action=acted, folder=folder.name)
 
     def close(self) -> None:
         """Save the learned deadlines for the next attempt, and remove the entries of the ended ranks."""

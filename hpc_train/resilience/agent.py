@@ -2,10 +2,11 @@
 
 `python -m hpc_train.resilience.agent LOGS SETTINGS`, started by the supervisor as a job step of its own on every node.
 It opens no port and reads nothing from shared storage. It obeys lines on its standard input: `stop` asks the ranks of
-its node to save and stop, `kill` kills them, `end` lets it end after the ranks, `leave` lets it end before them. If its
-standard input ends without such a line, the supervisor was killed: the agent then stops reporting, and leaves the
-ranks' entries to the agent of the next supervisor. An agent that hears nothing, not even `ping`, runs the command of
-its settings that looks after the job, and ends once its ranks have. Standard library only.
+its node to save and stop, `stacks` asks them for their stacks, `kill` kills them, `end` lets it end after the ranks,
+`leave` lets it end before them. If its standard input ends without such a line, the supervisor was killed: the agent
+then stops reporting, and leaves the ranks' entries to the agent of the next supervisor. An agent that hears nothing,
+not even `ping`, runs the command of its settings that looks after the job, and ends once its ranks have. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ KILL = b"kill\n"
 """Message by which the supervisor has the ranks killed."""
 STOP = b"stop\n"
 """Message by which the supervisor has the ranks asked to save and stop."""
+STACKS = b"stacks\n"
+"""Message by which the supervisor has the ranks asked for their stacks."""
 END = b"end\n"
 """Message by which the supervisor has the agents end, once the ranks have."""
 LEAVE = b"leave\n"
@@ -151,6 +154,8 @@ def run_agent(logs: Path, settings: dict[str, Any]) -> None:
         supervisor.hear()
         if STOP in messages:
             signal_ranks(logs, signal.SIGUSR2)
+        if STACKS in messages:
+            signal_ranks(logs, signal.SIGUSR1)
         if KILL in messages:
             kill_ranks(logs)
         if not messages or END in messages or LEAVE in messages:

@@ -38,7 +38,7 @@ class Incident:
     """One incident: a summary in one line, and the evidence."""
 
     kind: str
-    """Kind of incident: "hang" or "lost node"."""
+    """Kind of incident: "hang", "late end" or "lost node"."""
     text: str
     """One line that names the task, its host and for how long it was silent."""
     task: int | None = None

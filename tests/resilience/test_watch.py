@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -176,6 +178,43 @@ def test_stacks_are_asked_for_before_the_deadline_so_that_a_hang_is_noticed_at_i
     assert len(asked) == 2
     (report,) = (logs / "incident-0").glob("report.json")
     assert "was in forward (model.py:7)" in report.read_text()
+
+
+@pytest.mark.parametrize(
+    ("views", "recorded"),
+    [
+        ([view(0, 15), view(1, 15)], True),
+        ([view(0, 15, Phase.FIRST_STEP), view(1, 15, Phase.FIRST_STEP)], True),
+        ([view(0, 2), view(1, 2)], False),  # a step since
+        ([view(0, 15), view(1, 15, Phase.SAVE)], False),  # a long save
+        ([view(0, 15), view(1, 15, Phase.START)], False),  # which would die of the signal
+        ([view(0, 15, Phase.LOAD), view(1, 15, Phase.LOAD)], False),
+    ],
+)
+def test_ranks_that_do_not_end_when_they_are_asked_to_are_recorded_with_their_stacks(
+    tmp_path: Path, views: list[RankView], recorded: bool
+) -> None:
+    """Slurm kills those of a cancelled job after KillWait, before a watcher may call it a hang."""
+    logs = tmp_path / "logs" / "0"
+    logs.mkdir(parents=True)
+    places = ("model.py", "/torch/nn.py")
+
+    def request_stacks() -> None:
+        for task, place in enumerate(places):
+            said = f'Current thread 0x0f (most recent call first):\n  File "{place}", line 7 in forward\n'
+            (logs / f"task-{task}.log").write_text(said)
+
+    for task in range(2):
+        (logs / f"task-{task}.log").touch()
+    response = HangResponse(logs, WatchSettings(HangLimits(step=60), act=True), lambda: None)
+    text = response.report_late_end([replace(view, deadline=60) for view in views], 10.0, request_stacks)
+    assert bool(text) == recorded == (logs / "incident-0").exists()
+    if recorded:
+        assert "asked to end 10 s ago, the ranks have not: all 2" in text
+        assert "task 0 was in forward (model.py:7)" in text
+        assert json.loads((logs / "incident-0/report.json").read_text())["task"] == 0
+        assert '"late_end"' in (tmp_path / "events.jsonl").read_text()
+        assert not (logs / "hang.json").exists(), "the ranks are not ended for it"
 
 
 # --- real processes

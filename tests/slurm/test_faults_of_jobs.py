@@ -399,6 +399,22 @@ def hosts_of(run: Path) -> dict[int, str]:
 
 
 @pytest.mark.long
+def test_a_job_that_hangs_and_is_cancelled_says_which_rank_held_it_up(
+    slurm_cluster: SlurmCluster, settings: list[str], tmp_path: Path
+) -> None:
+    """Long before the deadline of its first step; Slurm kills the ranks KillWait after scancel."""
+    run = tmp_path / "run"
+    job = start(run, settings, faults="1:train:2:hold")
+    wait_until("the hold", lambda: (tmp_path / "1:train:2:hold").exists())
+    slurm_cluster.scancel(job)
+    slurm_cluster.wait_for_state(job, "CANCELLED", timeout=90)
+    (late,) = (event for event in lines(run / "events.jsonl") if event["event"] == "late_end")
+    assert f"rank 1 (task 1 on {hosts_of(run)[1]}) was in act (" in late["why"]
+    report = json.loads((run / "logs/0" / late["folder"] / "report.json").read_text())
+    assert (report["kind"], report["task"]) == ("late end", 1)
+
+
+@pytest.mark.long
 def test_a_notice_on_one_node_saves_and_requeues(
     slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -62,7 +62,7 @@ from hpc_train.launch.watching import (
     report_watch,
 )
 from hpc_train.regular_files import read_json, write_private_file
-from hpc_train.resilience.agent import KILL, STOP
+from hpc_train.resilience.agent import KILL, STACKS, STOP
 from hpc_train.resilience.deadlines import read_learned, write_learned
 from hpc_train.resilience.exclusion import write_doubtful
 from hpc_train.resilience.heartbeat import Phase
@@ -77,6 +77,8 @@ _WITHOUT_STEPS = (Phase.START, Phase.LOAD, Phase.FIRST_STEP)
 """Phases of ranks that have nothing to save."""
 _FIRST_REPORT_SECONDS = 10.0
 """How long the agents of a supervisor that was started again have to report, before it ends the ranks without them."""
+_LATE_END_SECONDS = 10.0
+"""How long the ranks of a job that is being ended have, before it is recorded what holds them up."""
 _LEARNED_SECONDS = 30.0
 """Seconds between two writes of the learned deadlines, which a restarted supervisor reads."""
 
@@ -123,7 +125,8 @@ class Supervisor:
         self._start = StuckStart(logs, settings.limits.start)
         self._ended = EndedRanks(len(hosts))
         self._losses = AllowedLosses(logs, frozen["config"]["parallel"]["sync"]["lost_after_seconds"], hosts)
-        self._reported_start = self._reported_blind = False
+        self._reported_start = self._reported_blind = self._reported_late_end = False
+        self._asked_to_end: float | None = None
         self._reported_lost: set[str] = set()
 
     def _start_agents(self, learned: Mapping[Phase, float]) -> subprocess.Popen[bytes]:
@@ -139,6 +142,8 @@ class Supervisor:
             while is_running(self._srun):
                 self._reports.read(TICK_SECONDS)
                 self._look_after_agents()
+                if stop_signals:
+                    self._report_late_end()
                 # A lost node comes before other faults: it is why the ranks on the other nodes fail, or hang.
                 if self._finish_decision() or self._end_after_lost_node() or self._end_after_fault():
                     return
@@ -158,6 +163,20 @@ class Supervisor:
         if time.monotonic() > self._learned_due:
             self._learned_due = time.monotonic() + _LEARNED_SECONDS
             write_learned(self._run, self._reports.merge_learned())
+
+    def _report_late_end(self) -> None:
+        """Record once what holds up the ranks of a job that is cancelled, or requeued by Slurm, if they do not end."""
+        now = time.monotonic()
+        self._asked_to_end = self._asked_to_end or now
+        seconds = now - self._asked_to_end
+        if self._reported_late_end or seconds < _LATE_END_SECONDS or not is_running(self._srun):
+            return
+        text = self._response.report_late_end(
+            self._reports.list_views(), seconds, lambda: self._reports.send(STACKS), self._reports.list_machines()
+        )
+        self._reported_late_end = bool(text)
+        if text:
+            print_to_job_log(f"hpc-train: {text}")
 
     def _replace_agents(self) -> None:
         """Have all agents end and new ones start; it may as well be their srun that is stopped."""
