@@ -34,6 +34,8 @@ _STACK_SECONDS = 3.0
 """Seconds that ranks have to answer with their stacks. They are also asked this long before the deadline."""
 _UNABLE = (STOPPED, WAITS_FOR_DISK, GONE, NOT_BEGUN)
 """States in which a process answers no signal."""
+LATE_END_SECONDS = 10.0
+"""How long ranks of a job that is being ended may be silent before it is recorded what holds them up."""
 _STEP_PHASES = (Phase.FIRST_STEP, Phase.STEP, Phase.EVALUATE)
 """Phases that a stop request waits for the end of, and in which ranks wait for each other."""
 _EARLIEST_SHARE = 0.75
@@ -140,13 +142,13 @@ class HangResponse:
     ) -> str:
         """Record which rank holds up the others of a job that was asked to end so many seconds ago.
 
-        Slurm kills them after KillWait, long before some deadlines. Returns the text of the incident, "" if all ranks
-        have done something since, or start, load or save, which may take longer.
+        Slurm kills them after KillWait, long before some deadlines. Returns the text of the incident, "" if ranks have
+        done something in the last LATE_END_SECONDS, or start, load or save, which may take longer.
         """
         if any(view.phase is Phase.START for view in views):  # it may not handle the signal yet, and would die of it
             return ""
         late = [
-            replace(view, deadline=min(view.deadline, seconds)) if view.phase in _STEP_PHASES else view
+            replace(view, deadline=min(view.deadline, LATE_END_SECONDS)) if view.phase in _STEP_PHASES else view
             for view in views
         ]
         hang = find_hang(late, self._hosts)
@@ -154,7 +156,7 @@ class HangResponse:
             return ""
         as_seen = {view.task: view for view in views}
         hang = replace(hang, culprits=tuple(as_seen.get(view.task, view) for view in hang.culprits))
-        who = hang.describe() if hang.culprits else f"all {hang.overdue} have been silent since then"
+        who = hang.describe() if hang.culprits else f"all {hang.overdue} are silent"
         text = f"asked to end {seconds:.0f} s ago, the ranks have not: {who}"
         incident = self._examine("late end", text, hang, views, StackRequest(self._logs, request_stacks))
         folder = write_incident(self._logs, incident, machines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 from pathlib import Path
 
@@ -82,6 +83,24 @@ def test_a_guard_asks_again_until_the_job_has_ended(tmp_path: Path, state: str, 
 def test_a_job_that_ends_with_its_nodes_has_no_guards(tmp_path: Path, setting: str, value: str) -> None:
     run_guards(tmp_path, f"{setting}={value}; start_guards; end_guards")
     assert not (tmp_path / "sruns").exists()
+
+
+def test_of_several_nodes_that_miss_the_script_one_requeues_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each would record a strike."""
+    logs = tmp_path / "logs/0"
+    logs.mkdir(parents=True)
+    monkeypatch.setattr(lost_script, "run_client", lambda words: Answer(0, "RUNNING|node1|node[2-3]"))
+    with (logs / "lost-script.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert not lost_script.requeue_without(logs, "7", "node1")
+    monkeypatch.setattr(lost_script, "_FIT_SECONDS", 0.001)
+    assert lost_script.requeue_without(logs, "7", "node1")
+    for answer in ("COMPLETING|node1|node[2-3]", "PENDING||"):
+        monkeypatch.setattr(lost_script, "run_client", lambda words, text=answer: Answer(0, text))
+        assert not lost_script.requeue_without(logs, "7", "node1")
+    assert [strike.host for strike in read_strikes(tmp_path)] == ["node1"]
 
 
 @pytest.mark.parametrize(("attempts", "command"), [(2, "requeue"), (1, "scancel")])

@@ -207,10 +207,10 @@ def test_ranks_that_do_not_end_when_they_are_asked_to_are_recorded_with_their_st
     for task in range(2):
         (logs / f"task-{task}.log").touch()
     response = HangResponse(logs, WatchSettings(HangLimits(step=60), act=True), lambda: None)
-    text = response.report_late_end([replace(view, deadline=60) for view in views], 10.0, request_stacks)
+    text = response.report_late_end([replace(view, deadline=60) for view in views], 18.0, request_stacks)
     assert bool(text) == recorded == (logs / "incident-0").exists()
     if recorded:
-        assert "asked to end 10 s ago, the ranks have not: all 2" in text
+        assert "asked to end 18 s ago, the ranks have not: all 2" in text
         assert "task 0 was in forward (model.py:7)" in text
         assert json.loads((logs / "incident-0/report.json").read_text())["task"] == 0
         assert '"late_end"' in (tmp_path / "events.jsonl").read_text()

@@ -8,6 +8,7 @@ that hear nothing of the supervisor, and guards that hear nothing of the batch s
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from hpc_train.resilience.agent import name_this_node
 from hpc_train.resilience.exclusion import EXCLUDE, HARDWARE, Strike, append_strike
 from hpc_train.training.records.run_records import append_event
 
+_CLAIM, _DONE = "lost-script.lock", "lost-script.done"
+"""Files in an attempt's log directory: whose lock the node has that requeues the job, and that it has done so."""
 _ASKING_NODES = 3
 """How many nodes ask Slurm: in a large job all of them would be too many at once."""
 _ENDED_ON_PURPOSE = ("CANCELLED", "TIMEOUT", "COMPLETED", "PENDING")
@@ -63,16 +66,20 @@ def _split_answer(text: str) -> tuple[str, str, str]:
 def requeue_without(logs: Path, job: str, host: str) -> bool:
     """Requeue the job, without the node of its batch script if Slurm has enough others; return whether it did.
 
-    A job that may not run again is cancelled.
+    A job that may not run again is cancelled. Does nothing while another node does the same, or has done it.
     """
+    if not _claim(logs) or (logs / _DONE).exists() or find_lost_host(_ask(job)) is None:
+        return False
     if not _may_run_again(logs):
         return _cancel(logs, job, host)
     append_strike(logs.parents[1], Strike(host, HARDWARE, "does not answer", int(logs.name)))
     fit = [sys.executable, "-P", "-m", "hpc_train.launch.slurm.waiting_time", str(logs)]
     with suppress(OSError, subprocess.TimeoutExpired):
         subprocess.run(fit, stdin=subprocess.DEVNULL, capture_output=True, timeout=_FIT_SECONDS, check=False)
-    if find_lost_host(_ask(job)) is None or run_client(["scontrol", "requeue", job]).code:
-        return False  # another node was faster
+    if run_client(["scontrol", "requeue", job]).code:
+        return False
+    with suppress(OSError):  # Slurm's answers are those of before until the job has left its nodes
+        (logs / _DONE).touch(0o600)
     why = f"{host}, the node of the batch script, is lost"
     append_event(logs.parents[1] / "events.jsonl", "requeue", int(logs.name), why=why)
     excluded = _read_exclusion(logs)
@@ -80,6 +87,21 @@ def requeue_without(logs: Path, job: str, host: str) -> bool:
         if run_client(["scontrol", "update", f"jobid={job}", f"ExcNodeList={excluded}"]).code == 0:
             break
         time.sleep(0.1)
+    return True
+
+
+def _claim(logs: Path) -> bool:
+    """Return whether no other process of the job is about to requeue it; also where the file system has no locks.
+
+    The lock is held until this process ends.
+    """
+    with suppress(OSError):
+        descriptor = os.open(logs / _CLAIM, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return False
     return True
 
 
@@ -93,7 +115,7 @@ def _may_run_again(logs: Path) -> bool:
 
 def _cancel(logs: Path, job: str, host: str) -> bool:
     """Cancel a job that would be left without any process up to its time limit; return whether Slurm did."""
-    if find_lost_host(_ask(job)) is None or run_client(["scancel", job]).code:
+    if run_client(["scancel", job]).code:
         return False
     why = f"{host}, the node of the batch script, is lost, and launch.max_attempts allows no other attempt"
     append_event(logs.parents[1] / "events.jsonl", "gave_up", int(logs.name), why=why)

@@ -54,6 +54,7 @@ from hpc_train.launch.slurm.supervisor.silent_srun import EndedRanks, StuckStart
 from hpc_train.launch.slurm.supervisor.srun_errors import PeerFailures, SrunErrors
 from hpc_train.launch.slurm.supervisor.time_limit import OUT_OF_TIME, TimeLimit
 from hpc_train.launch.watching import (
+    LATE_END_SECONDS,
     HangResponse,
     WatchSettings,
     describe_blindness,
@@ -77,8 +78,6 @@ _WITHOUT_STEPS = (Phase.START, Phase.LOAD, Phase.FIRST_STEP)
 """Phases of ranks that have nothing to save."""
 _FIRST_REPORT_SECONDS = 10.0
 """How long the agents of a supervisor that was started again have to report, before it ends the ranks without them."""
-_LATE_END_SECONDS = 10.0
-"""How long the ranks of a job that is being ended have, before it is recorded what holds them up."""
 _LEARNED_SECONDS = 30.0
 """Seconds between two writes of the learned deadlines, which a restarted supervisor reads."""
 
@@ -169,7 +168,7 @@ class Supervisor:
         now = time.monotonic()
         self._asked_to_end = self._asked_to_end or now
         seconds = now - self._asked_to_end
-        if self._reported_late_end or seconds < _LATE_END_SECONDS or not is_running(self._srun):
+        if self._reported_late_end or seconds < LATE_END_SECONDS or not is_running(self._srun):
             return
         text = self._response.report_late_end(
             self._reports.list_views(), seconds, lambda: self._reports.send(STACKS), self._reports.list_machines()
