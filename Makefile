@@ -22,7 +22,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Of the releases that pyproject.toml allows, the newest that all tests have passed on (docs/testing.md).
 TORCH := 'torch<2.14'
 SLURM_SHAPE := --nodes 4 --cpus-per-node 8 --switches 2
-TEST_PACKAGES := charliecloud mmdebstrap chromium hdf5-tools hwloc-nox lmod openmpi-bin libopenmpi3 python3-h5py-mpi python3-mpi4py shellcheck prometheus prometheus-node-exporter
+TEST_PACKAGES := charliecloud podman crun runc uidmap mmdebstrap chromium hdf5-tools hwloc-nox lmod openmpi-bin libopenmpi3 python3-h5py-mpi python3-mpi4py shellcheck prometheus prometheus-node-exporter
 SHELL_FILES := .ci/run $(wildcard hpc_train/launch/slurm/*.sh) $(addprefix slurm/,health-check prolog epilog job-script) $(wildcard slurm/devcluster/hooks/*)
 
 # A cluster of the tests' own, so that one in use for development is left alone.

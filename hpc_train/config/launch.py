@@ -96,19 +96,22 @@ class LaunchConfig:
 class ContainerConfig:
     """An image for the ranks. The batch script and Slurm's commands stay outside of it."""
 
-    kind: str = config_field(default="none", choices=("none", "apptainer", "charliecloud", "pyxis"))
-    """apptainer: `apptainer exec` around each rank; charliecloud: `ch-run`; pyxis: srun's --container options (Enroot).
-    """
+    kind: str = config_field(default="none", choices=("none", "apptainer", "charliecloud", "podman", "pyxis"))
+    """apptainer: `apptainer exec` around each rank; charliecloud: `ch-run`; podman: `podman run`; pyxis: srun's
+    --container options (Enroot)."""
     image: str | None = None
-    """A file (SIF; squashfs of Enroot) or folder (Charliecloud) that the nodes see; not with charliecloud, also the
-    address of an image, such as docker://..."""
+    """A file (SIF; squashfs of Enroot) or folder (Charliecloud, Podman) that the nodes see; with apptainer and pyxis
+    also the address of an image, such as docker://..."""
     command: str = config_field(default="apptainer", choices=("apptainer", "singularity"))
     """Program that starts containers, for kind=apptainer."""
+    runtime: str = config_field(default="crun", choices=("crun", "runc"))
+    """Program that Podman has start containers. With runc, ranks have no other groups than their first."""
     python: str = "python3"
     """Python inside of the image; hpc_train is found there, or in the snapshot of the code."""
     gpu: str = config_field(default="auto", choices=("auto", "nvidia", "amd", "none"))
-    """apptainer: vendor of the GPU libraries to add (--nv, --rocm); auto: as cluster.gpu.name says. Images of
-    Charliecloud have them inside (ch-fromhost)."""
+    """Vendor of the GPU libraries to add: with apptainer by --nv or --rocm, with podman those of nvidia as the nodes'
+    CDI files say (nvidia-ctk); auto: as cluster.gpu.name says. Images of Charliecloud have them inside (ch-fromhost).
+    """
     read: list[str] = config_field(default=[])
     """Additional files or folders that ranks read, under the same path inside; /outside:/inside for another path."""
     write: list[str] = config_field(default=[])

@@ -109,6 +109,9 @@ def add_up(up: argparse.ArgumentParser) -> None:
     up.add_argument("--gpu-type", default=default.gpu_type, metavar="NAME", help=f"(default {default.gpu_type})")
     up.add_argument("--private-tmp", action="store_true", help="give every node a /tmp of its own, as real ones have")
     up.add_argument("--cgroup", action="store_true", help="constrain jobs with cgroup v1 (memory, devices)")
+    up.add_argument(
+        "--subids", default="", metavar="USER", help="give a user subordinate ids on the nodes, for rootless containers"
+    )
     up.add_argument("--no-accounting", dest="accounting", action="store_false", help="no slurmdbd: sacct will not work")
     up.add_argument("--no-install", dest="install", action="store_false", help="fail where a Debian package is missing")
 

@@ -28,6 +28,8 @@ def write_all(state: State) -> None:
     (etc / "plugstack.conf").touch()
     (etc / "hosts").write_text(hosts(state))
     (etc / "cgroup.conf").write_text(cgroup(state.options))
+    if state.options.subids:
+        (etc / "subids").write_text(f"{state.options.subids}:100000:65536\n")
     if state.options.switches:
         (etc / "topology.conf").write_text(topology(state.options))
     if state.options.gpus_per_node:

@@ -26,6 +26,7 @@ class Options:
     grace: int = 0
     private_tmp: bool = False
     cgroup: bool = False
+    subids: str = ""
     accounting: bool = True
 
     def check(self) -> None:
@@ -45,6 +46,8 @@ class Options:
                 raise ClusterError(f"--{name.replace('_', '-')} is {value}: must be {low} to {high}")
         if not re.fullmatch(r"[a-z][a-z0-9_]*", self.gpu_type):
             raise ClusterError(f"--gpu-type is {self.gpu_type!r}: use lower-case letters, digits and _")
+        if not re.fullmatch(r"[a-z0-9_-]*", self.subids):
+            raise ClusterError(f"--subids is {self.subids!r}: give the name of a user")
 
     def node_names(self) -> list[str]:
         return [f"node{number}" for number in range(1, self.nodes + 1)]

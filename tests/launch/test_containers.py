@@ -13,6 +13,8 @@ import pytest
 
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
+from hpc_train.launch.recovery.failures import find_first_error
+from hpc_train.launch.slurm import containers
 from hpc_train.launch.slurm.request import make_request
 from hpc_train.launch.slurm.sbatch import render_script
 from hpc_train.launch.snapshot.code_snapshot import snapshot_code
@@ -23,12 +25,31 @@ SRUN = """#!/bin/bash
 printf '%s\\0' "$@" >"$SAID/srun"
 while [[ $1 == -* ]]; do shift; done
 touch "$HPC_TRAIN_RENDEZVOUS/done"
-case $1 in apptainer | singularity) exec "$@" ;; esac
+echo $$ >"$SAID/rank"
+case $1 in apptainer | singularity | bash) exec "$@" ;; esac
 """
 APPTAINER = """#!/bin/bash
 printf '%s\\0' "$@" >"$SAID/$(basename "$0")"
 env -0 >"$SAID/env"
 """
+PODMAN = """#!/bin/bash
+for word in "$@"; do
+  case $word in
+    unshare) while [[ $1 != unshare ]]; do shift; done; shift; exec "$@" ;;
+    --pidfile=*) pidfile=${word#*=} ;;
+  esac
+done
+printf '%s\\0' "$@" >"$SAID/podman"
+env -0 >"$SAID/env"
+echo "$XDG_RUNTIME_DIR" >"$SAID/store"
+[[ $* != *rank_entrypoint* ]] || eval "${RANK:-:}"
+[[ -z $FAILS ]] || { echo "Error: $FAILS" >&2; exit 125; }
+"""
+"""Writes down how a container is started, and runs $RANK in the place of a rank."""
+MOUNT = """#!/bin/sh
+echo "$@" >>"$SAID/mounts"
+"""
+PODMAN_SH = Path(containers.__file__).with_name("podman.sh")
 FORBIDDEN = '$(touch executed) "quoted" it\'s & more'
 
 
@@ -179,6 +200,126 @@ def test_pyxis_is_given_the_same_in_its_words(place: Place) -> None:
 def test_enroot_has_its_own_way_to_name_a_registry(place: Place, image: str, expected: str) -> None:
     script = place.script("container=pyxis", f"container.image='{image}'")
     assert f"--container-image={expected}" in script.replace("'", "")
+
+
+@pytest.fixture
+def podman(place: Place) -> Place:
+    """A folder of an image, Podman that writes down what it is asked, and a user who is not root."""
+    (place.folder / "image/usr").mkdir(parents=True)
+    place.stub("podman", PODMAN)
+    place.stub("mount", MOUNT)
+    place.stub("id", "#!/bin/sh\necho ${USER_ID:-1000}\n")
+    return place
+
+
+def run_podman(place: Place, *overrides: str, **env: str) -> subprocess.CompletedProcess[str]:
+    image = f"container.image={place.folder}/image"
+    return place.run("container=podman", image, "container.python=/py", *overrides, **env)
+
+
+def test_podman_is_given_every_path_and_the_namespaces_of_the_node(podman: Place) -> None:
+    root = podman.folder
+    done = run_podman(podman, "container.read=['/etc/hosts:/hosts']", NCCL_DEBUG="INFO", LD_LIBRARY_PATH="/host")
+    assert done.returncode == 0, done.stdout + done.stderr
+    words = podman.words("podman")
+    run = f"{root}/project/runs/a"
+    begin = words.index("run")
+    store = (root / "said/store").read_text().strip()
+    assert words[:begin] == [
+        "--log-level=error",
+        "--cgroup-manager=cgroupfs",
+        "--runtime=crun",
+        f"--root={store}/root",
+        f"--runroot={store}/run",
+    ]
+    options = words[begin + 1 : words.index("--rootfs")]
+    assert [word for word in options if word.endswith(("=host", "=keep-id", "=keep-groups"))] == [
+        "--pid=host",
+        "--ipc=host",
+        "--network=host",
+        "--userns=keep-id",
+        "--ulimit=host",
+        "--group-add=keep-groups",
+    ]
+    volumes = [word.partition("=")[2] for word in options if word.startswith("--volume=")]
+    assert volumes[:5] == [
+        "/dev:/dev",
+        "/tmp:/tmp",
+        "/etc/hosts:/hosts:ro",
+        "/data/text.h5:/data/text.h5:ro",
+        f"{root}/project:{root}/project:ro",
+    ]
+    assert f"{run}:{run}:rw" in volumes
+    assert words[words.index("--rootfs") :] == [
+        "--rootfs",
+        f"{root}/image",
+        *("/py", "-P", "-u", "-m", "hpc_train.launch.rank_entrypoint", run),
+    ]
+    assert (root / f"image{run}").is_dir()
+    found = dict(item.split("=", 1) for item in podman.words("env"))
+    assert found["NCCL_DEBUG"] == "INFO"
+    assert "LD_LIBRARY_PATH" not in found
+    # Those of version 1, if this machine has any, are not to be changed from a container.
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    groups = [mount[1] for mount in mounts if mount[2] == "cgroup"]
+    said = (root / "said/mounts").read_text() if groups else ""
+    assert all(f"-o remount,bind,ro {group}\n" in said for group in groups)
+    assert not Path(store).exists()
+    podman.assert_code(Path(run), 0)
+
+
+def test_podman_keeps_what_container_env_names_and_groups_only_with_crun(podman: Place) -> None:
+    done = run_podman(podman, "container.env=[LD_PRELOAD]", "container.runtime=runc", LD_PRELOAD="")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "LD_PRELOAD" in dict(item.split("=", 1) for item in podman.words("env"))
+    assert "--runtime=runc" in podman.words("podman")
+    assert "--group-add=keep-groups" not in podman.words("podman")
+
+
+def test_a_signal_for_the_rank_reaches_the_process_in_its_container_once(podman: Place) -> None:
+    """And srun hears of a signal that has ended it."""
+    said = podman.folder / "said"
+    # The process in the container: told twice by a signal, and ended by another.
+    rank = (
+        f"trap 'echo usr2 >>{said}/got' USR2; echo $BASHPID >$pidfile; kill -USR2 $(cat {said}/rank);"
+        f" until [ -e {said}/got ]; do sleep 0.05; done; trap - TERM; kill -TERM $(cat {said}/rank); sleep 9"
+    )
+    done = run_podman(podman, RANK=rank)
+    assert (said / "got").read_text() == "usr2\n", done.stdout + done.stderr
+    podman.assert_code(podman.folder / "project/runs/a", 143)
+
+
+@pytest.mark.parametrize(
+    ("env", "why"),
+    [
+        ({"USER_ID": "0"}, "container: podman would start the ranks of root outside of the job"),
+        ({"FAILS": 'crun: no "such" thing'}, "container: podman cannot start /py on "),
+    ],
+)
+def test_a_node_whose_podman_does_not_work_ends_the_attempt(podman: Place, env: dict[str, str], why: str) -> None:
+    assert run_podman(podman, **env).returncode == 93
+    podman.assert_code(podman.folder / "project/runs/a", 93, why)
+    assert not (podman.folder / "said/srun").exists()
+
+
+def run_function(call: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Call a function of podman.sh on a node without Podman."""
+    stubs = "hostname() { echo n7; }; refuse_container() { echo $1; exit 93; }; date() { echo 5; }; PATH=/nowhere"
+    script = f". {PODMAN_SH}; {stubs}; {call}"
+    return subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, check=False)
+
+
+def test_a_first_node_without_podman_is_named() -> None:
+    done = run_function("find_podman /py")
+    assert (done.returncode, done.stdout) == (93, "podman is not on the PATH of n7\n")
+
+
+def test_another_node_without_podman_is_the_failure_of_its_rank(tmp_path: Path) -> None:
+    done = run_function("start_podman crun -- x", HPC_TRAIN_RENDEZVOUS=str(tmp_path), SLURM_PROCID="3")
+    assert done.returncode == 93
+    failure = find_first_error(tmp_path)
+    assert failure is not None
+    assert (failure.task, failure.line) == (3, "container: podman is not on the PATH of n7")
 
 
 def test_home_is_not_bound_as_the_working_folder(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from container_images import build_image
 from slurm_client import SHAPE, SlurmCluster, dev_cluster, slurm_conf
 from sweep_client import Sweep
 from token_stores import build_store
@@ -108,6 +110,17 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.h5"
     build_store([str(Path(json.__file__).parent)], [".py"], "byte", 256, path)
     return path
+
+
+@pytest.fixture(scope="session")
+def container_image() -> Iterator[Path]:
+    """The folder of an image, in a place that every user may enter; see container_images."""
+    folder = Path(tempfile.mkdtemp(prefix="image-", dir="/var/tmp"))
+    folder.chmod(0o755)
+    try:
+        yield build_image(folder)
+    finally:
+        subprocess.run(["rm", "-rf", str(folder)], check=True)  # some 100,000 files
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A model that is built only in the image of test_charliecloud.py, and only if it does not see the home outside."""
+"""A model that is built only in the image of container_images.py, and only if it does not see the home outside."""
 
 import os
 from pathlib import Path

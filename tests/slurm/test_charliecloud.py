@@ -1,64 +1,24 @@
-"""Ranks in an image of Charliecloud, for real: made of Debian's packages and this environment, on two nodes.
-
-It takes over a minute because the image's Debian packages are unpacked first.
-"""
+"""Ranks in an image of Charliecloud, for real: made of Debian's packages and this environment, on two nodes."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
-import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from container_images import PYTHON
 from slurm_client import SlurmCluster
 from training_client import assert_same_result, hpc_train, kinds, steps_done, submit, tasks_of, wait_until
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-
-
-@pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder of an image: Debian's Python, this environment in /opt/env, and hpc_train from its wheel."""
-    for tool in ("ch-run", "mmdebstrap"):
-        assert shutil.which(tool), f"{tool} is not installed: apt-get install charliecloud mmdebstrap"
-    made = tmp_path_factory.mktemp("image") / "debian"
-    unpack = ["mmdebstrap", "--quiet", "--mode=root", "--variant=essential"]
-    unpack += ["--include=python3,libstdc++6,libgomp1", "bookworm", str(made)]
-    subprocess.run(unpack, check=True, timeout=600)
-    (made / "etc/image-name").write_text("an image of the tests\n")
-    if (base := Path(sys.base_prefix)) != Path("/usr"):
-        link_tree(base, made / base.relative_to("/"))
-    link_tree(Path(sys.prefix), made / "opt/env")
-    (packages,) = (made / "opt/env/lib").glob("python3*/site-packages")
-    for editable in packages.glob("__editable__*hpc_train*"):
-        editable.unlink()
-    source = made.parent / "source"
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "dist", "runs", "*.egg-info", "tests"))
-    build = [sys.executable, "-m", "build", "--wheel", "--outdir", str(made.parent), str(source)]
-    subprocess.run(build, check=True, capture_output=True, timeout=600)
-    (wheel,) = made.parent.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(packages)
-    yield made
-    shutil.rmtree(made)
-
-
-def link_tree(source: Path, destination: Path) -> None:
-    """Copy a folder, as hard links where it is on the same file system: nothing writes to an image."""
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    if subprocess.run(["cp", "-al", source, destination], capture_output=True, check=False).returncode:
-        shutil.rmtree(destination, ignore_errors=True)
-        subprocess.run(["cp", "-a", source, destination], check=True)
 
 
 @pytest.mark.timeout(900)
 def test_ranks_in_an_image_stop_go_on_and_compute_the_same(
-    slurm_cluster: SlurmCluster, image: Path, store: Path, tmp_path: Path
+    slurm_cluster: SlurmCluster, container_image: Path, store: Path, tmp_path: Path
 ) -> None:
+    assert shutil.which("ch-run"), "ch-run is not installed: apt-get install charliecloud"
     secret = Path.home() / f".witness-{os.getpid()}"
     settings = (
         "model=custom",
@@ -73,7 +33,7 @@ def test_ranks_in_an_image_stop_go_on_and_compute_the_same(
         "launch.export=[WITNESS_SECRET]",
     )
     env = {"WITNESS_SECRET": str(secret), "PYTHONPATH": str(HERE)}
-    inside = ("container=charliecloud", f"container.image={image}", "container.python=/opt/env/bin/python")
+    inside = ("container=charliecloud", f"container.image={container_image}", f"container.python={PYTHON}")
     run, reference = tmp_path / "inside", tmp_path / "outside"
     secret.touch()
     try:

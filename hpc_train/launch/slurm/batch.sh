@@ -104,9 +104,14 @@ prepend_python_path() {
   [ -z "$hpc_python_path" ] || export PYTHONPATH="$hpc_python_path${PYTHONPATH:+:$PYTHONPATH}"
 }
 
-# refuse_module WHAT MESSAGE: only characters that a JSON string and a status line can hold are kept of the message.
+# format_reason MESSAGE: only characters that a JSON string and a status line can hold are kept.
+format_reason() {
+  tr -s '[:space:]' ' ' <<<"$1" | tr -cd 'A-Za-z0-9 ._/:,()+@=-' | cut -c 1-300
+}
+
+# refuse_module WHAT MESSAGE
 refuse_module() {
-  why="$1: $(tr -s '[:space:]' ' ' <<<"$2" | tr -cd 'A-Za-z0-9 ._/:,()+@=-' | cut -c 1-300)" doing=""
+  why="$1: $(format_reason "$2")" doing=""
   echo "hpc-train: $why"
   exit "$exit_no_requeue"
 }

@@ -3,6 +3,7 @@
 Apptainer: https://apptainer.org/docs/user/latest/bind_paths_and_mounts.html (`source:destination:options`, with commas
 between several and no way to quote). Pyxis: https://github.com/NVIDIA/pyxis (--container-mounts is split likewise).
 Charliecloud: https://hpc.github.io/charliecloud/ch-run.html (it cannot bind read-only, and binds /tmp and /dev itself).
+Podman: https://docs.podman.io/en/latest/markdown/podman-run.1.html; podman.sh starts it.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://(.+)")
 _SCHEMES = {
     "apptainer": ("docker", "oras", "library", "shub"),
     "charliecloud": (),
+    "podman": (),
     "pyxis": ("docker", "dockerd", "podman"),
 }
+_MAKE_FOLDER = {"charliecloud": "ch-convert", "podman": "podman export"}
+"""Kinds whose images are folders, and the command that makes one of an image."""
 _GPU_OPTIONS = {"nvidia": ["--nv"], "amd": ["--rocm"], "none": []}
 
 
@@ -71,6 +75,7 @@ def make_container(config: RunConfig, folder: RunDirectory, code: Path | None) -
     make = {
         "apptainer": _make_apptainer_container,
         "charliecloud": _make_charliecloud_container,
+        "podman": _make_podman_container,
         "pyxis": _make_pyxis_container,
     }
     return make[settings.kind](config, image, binds)
@@ -139,27 +144,28 @@ def _check_path(setting: str, bind: Bind) -> Bind:
 
 def _locate_image(kind: str, image: str | None) -> str:
     """Return the image as the runtime `kind` takes it. Raises UserError for one that it cannot start."""
+    maker = _MAKE_FOLDER.get(kind)
     if image is None:
         raise UserError(
-            f"container.image: is not set; container={kind} needs a file, or an address such as docker://..."
+            f"container.image: is not set; container={kind} needs "
+            + (f"the folder of an image ({maker})" if maker else "a file, or an address such as docker://...")
         )
     if not image.isprintable() or image.startswith("-"):
         raise UserError(f"container.image={image!r}: is neither a file nor the address of an image")
     if address := _ADDRESS.fullmatch(image):
         if address[1] not in _SCHEMES[kind]:
             schemes = ", ".join(f"{name}://" for name in _SCHEMES[kind])
-            others = f"a file, or {schemes}" if schemes else "a folder, such as ch-convert makes of an image"
+            others = f"a file, or {schemes}" if schemes else f"a folder, such as {maker} makes of an image"
             raise UserError(f"container.image={image}: {kind} does not take {address[1]}://; use {others}")
         return _format_enroot_address(address[1], address[2]) if kind == "pyxis" else image
     path = Path(image).expanduser().absolute()
     if not path.exists():
-        raise UserError(f"container.image={path}: No such file; give a file that the nodes see, or docker://...")
+        others = "a folder that the nodes see" if maker else "a file that the nodes see, or docker://..."
+        raise UserError(f"container.image={path}: No such file; give {others}")
     if not os.access(path, os.R_OK):
         raise UserError(f"container.image={path}: you may not read it")
-    if kind == "charliecloud" and not (path / "usr").is_dir():
-        raise UserError(
-            f"container.image={path}: not the folder of an image, which has a folder usr; make it: ch-convert"
-        )
+    if maker and not (path / "usr").is_dir():
+        raise UserError(f"container.image={path}: not the folder of an image, which has a folder usr; make it: {maker}")
     return str(path)
 
 
@@ -212,14 +218,46 @@ def _make_charliecloud_container(config: RunConfig, image: str, binds: Sequence[
         *(f"--bind={bind.source}:{bind.destination}" for bind in binds),
         f"--cd={_choose_workdir(binds)}",
     ]
-    # Libraries of modules outside are of another system.
-    words += [f"--unset-env={name}" for name in ("LD_LIBRARY_PATH", "LD_PRELOAD") if name not in config.container.env]
+    words += [f"--unset-env={name}" for name in _list_foreign_variables(config)]
     # Charliecloud binds the node's own names and addresses by itself, where the image has the files.
-    files = ["/etc/hosts", "/etc/resolv.conf"]
-    places = [word for file in files for word in (file, file)]
-    places += [word for bind in binds for word in (bind.source, bind.destination)]
-    before = ["find_charliecloud", shlex.join(["make_bind_places", image, *places])]
+    before = ["find_charliecloud", _bind_places_command(image, binds, "/etc/hosts", "/etc/resolv.conf")]
     return Container(tuple(before), (), (shlex.join([*words, image, "--"]),))
+
+
+def _make_podman_container(config: RunConfig, image: str, binds: Sequence[Bind]) -> Container:
+    settings = config.container
+    # As outside of a container: process ids, which the watchers of ranks read, shared memory, network, devices, limits.
+    words = ["--rm", "--read-only", "--pid=host", "--ipc=host", "--network=host", "--userns=keep-id", "--ulimit=host"]
+    words += ["--security-opt=label=disable", "--security-opt=seccomp=unconfined", "--log-driver=none"]
+    words += ["--group-add=keep-groups"] if settings.runtime == "crun" else []  # runc cannot
+    words += ["--env-host", "--env=XDG_RUNTIME_DIR=", "--volume=/dev:/dev", "--volume=/tmp:/tmp"]
+    words += ["--device=nvidia.com/gpu=all"] if _find_gpu_vendor(config) == "nvidia" else []
+    words += [f"--volume={bind.source}:{bind.destination}:{'rw' if bind.writable else 'ro'}" for bind in binds]
+    words += [f"--workdir={_choose_workdir(binds)}", "--rootfs", image]
+    before = [
+        Path(__file__).with_name("podman.sh").read_text().rstrip("\n"),
+        _bind_places_command(image, binds, *_PODMAN_FOLDERS, *_PODMAN_FILES),
+        f"podman=({shlex.join([settings.runtime, *_list_foreign_variables(config), '--', *words])})",
+        shlex.join(["find_podman", settings.python]),
+    ]
+    return Container(tuple(before), (), ('bash -c "$podman_task" bash "${podman[@]}"',))
+
+
+_PODMAN_FOLDERS = ("/dev", "/proc", "/sys", "/run", "/tmp", "/var/tmp")
+_PODMAN_FILES = ("/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/etc/mtab")
+"""Paths that Podman mounts by itself, or would make in the folder of the image."""
+
+
+def _list_foreign_variables(config: RunConfig) -> list[str]:
+    """Return the names of variables that no rank gets: libraries of modules outside are of another system."""
+    return [name for name in ("LD_LIBRARY_PATH", "LD_PRELOAD") if name not in config.container.env]
+
+
+def _bind_places_command(image: str, binds: Sequence[Bind], *paths: str) -> str:
+    """Return the shell command that makes the places to bind to in the folder of an image."""
+    places = [word for path in paths for word in (path, path)]
+    places += [word for bind in binds for word in (bind.source, bind.destination)]
+    return shlex.join(["make_bind_places", image, *places])
 
 
 def _make_pyxis_container(config: RunConfig, image: str, binds: Sequence[Bind]) -> Container:
