@@ -172,13 +172,18 @@ def _map_numpy(path: Path) -> npt.NDArray[Any]:
         except (ValueError, SyntaxError, EOFError) as error:
             raise UserError(f"{path} is a damaged NumPy file ({first_line(error)})") from error
         offset = file.tell()
+    if version > (3, 0) or not all(type(length) is int and length >= 0 for length in shape):
+        raise UserError(f"{path} is a damaged NumPy file (version {version}, shape {shape})")
     if len(shape) != 1 or dtype.kind not in "iu":
         raise UserError(f"{path}: an array {shape} of {dtype}; tokens are one row of integers (array.reshape(-1))")
     return _map_raw(path, dtype, offset, shape[0])
 
 
 def _map_llm_c(path: Path, head: bytes, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    return _map_raw(path, dtype, _LLM_C_HEADER, int.from_bytes(head[8:12], "little", signed=True))
+    count = int.from_bytes(head[8:12], "little", signed=True)
+    if count < 0:
+        raise UserError(f"{path} is damaged: its header says {count:,} tokens")
+    return _map_raw(path, dtype, _LLM_C_HEADER, count)
 
 
 def _map_megatron(index: Path) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:

@@ -124,6 +124,13 @@ def change(path: Path, offset: int, data: bytes) -> Path:
     return path
 
 
+def rewrite(path: Path, old: bytes, new: bytes) -> Path:
+    content = path.read_bytes()
+    assert old in content
+    path.write_bytes(content.replace(old, new, 1))
+    return path
+
+
 BAD: list[tuple[Callable[[Path], Path], dict[str, Any], str]] = [
     (lambda folder: write_raw(folder / "a.bin"), {}, "tokens without a header; set data.dtype=uint16"),
     (lambda folder: cut(write_raw(folder / "a.bin"), 1), {"dtype": "uint16"}, "not a whole number of uint16 tokens"),
@@ -135,7 +142,10 @@ BAD: list[tuple[Callable[[Path], Path], dict[str, Any], str]] = [
     (lambda folder: cut(write_numpy(folder / "a.npy"), 2), {}, "is cut short"),
     (lambda folder: cut(write_numpy(folder / "a.npy"), 900), {}, "damaged NumPy file"),
     (lambda folder: write_numpy(folder / "a.npy", "<f4"), {}, "tokens are one row of integers"),
+    (lambda folder: rewrite(write_numpy(folder / "a.npy"), b"'shape': (", b"'shape': (-"), {}, "damaged NumPy file"),
+    (lambda folder: rewrite(write_numpy(folder / "a.npy"), b"NUMPY\1", b"NUMPY\x09"), {}, "damaged NumPy file"),
     (lambda folder: cut(write_llm_c(folder / "a.bin"), 2), {}, "is cut short"),
+    (lambda folder: change(write_llm_c(folder / "a.bin"), 11, b"\xff"), {}, "its header says -"),
     (lambda folder: cut(write_megatron(folder / "a.bin"), 2), {}, "is cut short"),
     (lambda folder: cut(write_megatron(folder / "a.idx"), 2), {}, "is cut short"),
     (lambda folder: change(write_megatron(folder / "a.idx"), 17, b"\x07"), {}, "type 7; expected"),

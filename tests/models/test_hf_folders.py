@@ -97,6 +97,7 @@ def test_a_folder_without_a_config(tmp_path: Path) -> None:
         ("output_router_logits", True, "adds a loss of the router"),
         ("model_type", "lama", "model_type 'lama' is not one that transformers"),
         ("num_attention_heads", "four", "is not a configuration of a llama model"),
+        ("num_hidden_layers", 10**7, "num_hidden_layers=10000000: a model of at most 10,000 layers"),
         ("architectures", ["GemmaForConditionalGeneration"], "reads images or sound beside text, which is not trained"),
         ("vocab_size", 100, "its vocabulary of 100 is smaller than the 256 of data=stdlib"),
         ("max_position_embeddings", 8, "train.sequence_length=32: longer than the 8 positions"),
@@ -184,6 +185,12 @@ def test_weights_of_other_types(folder: Path) -> None:
     check_run(compose(["model=hf", f"model.path={folder}", *mixed]), 1)
     _rewrite(folder, lambda state: state.update({"model.norm.weight": state["model.norm.weight"].to(torch.int8)}))
     assert "model.norm.weight is I8: only floating-point weights" in refuse(folder, "model.mixed_dtypes=true")
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "", "..", "a\0b", "\ud800", "/etc/passwd", 5])
+def test_an_index_names_files_of_its_folder(folder: Path, name: object) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    assert "which is not the name of a file in its folder" in refuse(folder)
 
 
 @pytest.mark.parametrize("damage", ["empty", "huge", "cut", "text", "pipe"])

@@ -128,6 +128,12 @@ class ConfigFile:
         return None
 
 
+_LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers", "n_layer")
+"""Keys that say how many layers are built."""
+_MAX_LAYERS = 10_000
+"""Each layer of a model is an object of Python, also on the meta device: of millions, building would not end."""
+
+
 def read_config_file(config: HfModelConfig) -> ConfigFile:
     """Read model.path/config.json. Raises UserError, in one line, for a folder that cannot be trained."""
     folder = Path(config.path).expanduser()
@@ -171,6 +177,11 @@ def _check_body(body: Any, file: Path) -> None:
             f"{file}: its weights are quantized (quantization_config), and only floating-point ones are trained; "
             "dequantize them with transformers and save them again"
         )
+    for key in _LAYERS:
+        if isinstance(layers := body.get(key), int) and layers > _MAX_LAYERS:
+            raise UserError(
+                f"{file}: {key}={layers}: a model of at most {_MAX_LAYERS:,} layers is built; is it damaged?"
+            )
     if body.get("output_router_logits"):
         raise UserError(
             f"{file}: output_router_logits=true adds a loss of the router, which is not computed here; set it to false"

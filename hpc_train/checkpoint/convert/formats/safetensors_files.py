@@ -135,7 +135,10 @@ def list_weight_files(path: Path) -> list[Path]:
             names = sorted(set(read_bounded_json(index)["weight_map"].values()))
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise UserError(f"{index}: is not an index of safetensors files ({type(error).__name__})") from error
-        return [path / Path(str(name)).name for name in names]
+        for name in names:
+            if not isinstance(name, str) or not name.isprintable() or name in ("", "..") or name != Path(name).name:
+                raise UserError(f"{index}: names {str(name)[:80]!r}, which is not the name of a file in its folder")
+        return [path / name for name in names]
     files = [path / _ONE] if (path / _ONE).is_file() else sorted(path.glob("*.safetensors"))
     if not files:
         raise UserError(
