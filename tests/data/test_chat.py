@@ -293,6 +293,12 @@ def test_a_folder_without_a_tokenizer_says_what_to_do(tmp_path: Path) -> None:
         load_tokenizer_folder(tmp_path)
     with pytest.raises(UserError, match=r"the token '<none>' that ends a document is not in the vocabulary"):
         load_tokenizer_folder(tmp_path, "<none>")
+    file = tmp_path / "tokenizer.json"
+    body = json.loads(file.read_text())
+    body["model"]["vocab"][next(iter(body["model"]["vocab"]))] = 1 << 31
+    file.write_text(json.dumps(body))
+    with pytest.raises(UserError, match=r"has the number 2,147,483,648, of at most 16,777,216"):
+        load_tokenizer_folder(tmp_path, "<none>")
 
 
 def test_a_vocabulary_that_does_not_fit_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,6 +93,10 @@ class FolderTokenizer:
         return json.dumps(asdict(self.settings), sort_keys=True)
 
 
+_MOST_TOKENS = 1 << 24
+"""Maximum size of a vocabulary: memory is reserved for a count of each token."""
+
+
 def load_tokenizer_folder(path: str | Path, end_of_document: str | None = None) -> FolderTokenizer:
     """Load a tokenizer from a folder or a `tokenizer.json`.
 
@@ -105,6 +109,13 @@ def load_tokenizer_folder(path: str | Path, end_of_document: str | None = None) 
         raise UserError(_explain_missing(path))
     source = _read_text(file, _MOST_TOKENIZER_BYTES)
     model = _parse_model(source, str(file))
+    largest = max(model.get_vocab(with_added_tokens=True).items(), key=lambda entry: int(entry[1]), default=("", 0))
+    if largest[1] >= _MOST_TOKENS:
+        raise UserError(
+            one_line(
+                f"{file}: token {largest[0]!r} has the number {largest[1]:,}, of at most {_MOST_TOKENS:,}: damaged?"
+            )
+        )
     config, special = _read_object(folder / _CONFIG), _read_object(folder / _SPECIAL)
     names = {
         role: name for role in _ROLES if (name := _get_token_text(config.get(role, special.get(role)))) is not None
