@@ -73,6 +73,13 @@ def test_bounds_leave_out_nothing_that_matters(
     assert bounded.estimated < everything.estimated
 
 
+def test_no_mesh_is_found_by_chance() -> None:
+    """What is estimated beyond FRONT_SLACK times the best time depends on the order of the search."""
+    found = find(run(*SMALL), 16, keep=1000).best
+    assert found.count > 20
+    assert found.step.max() <= FRONT_SLACK * found.step.min()
+
+
 def test_it_finds_what_one_estimate_after_another_finds() -> None:
     """Each candidate as a run of its own, through jobs_of: nothing of the search's own columns is used."""
     config = run(*TIGHT)
