@@ -282,7 +282,8 @@ def test_a_signal_for_the_rank_reaches_the_process_in_its_container_once(podman:
     # The process in the container: told twice by a signal, and ended by another.
     rank = (
         f"trap 'echo usr2 >>{said}/got' USR2; echo $BASHPID >$pidfile; kill -USR2 $(cat {said}/rank);"
-        f" until [ -e {said}/got ]; do sleep 0.05; done; trap - TERM; kill -TERM $(cat {said}/rank); sleep 9"
+        f" for _ in {{1..400}}; do [ -e {said}/got ] || sleep 0.05; done;"
+        f" trap - TERM; kill -TERM $(cat {said}/rank); sleep 9"
     )
     done = run_podman(podman, RANK=rank)
     assert (said / "got").read_text() == "usr2\n", done.stdout + done.stderr
