@@ -11,13 +11,14 @@ import pytest
 from hpc_train.launch.slurm.batch_script import shell_functions
 from hpc_train.launch.slurm.slurm_cli import Answer
 from hpc_train.launch.slurm.supervisor import lost_script
-from hpc_train.regular_files import write_private_file
 from hpc_train.resilience.exclusion import read_strikes
 
 SLURM = """
 run={folder}/run job=7 SLURM_JOB_NODELIST=node[1-4] SLURMD_NODENAME=node1 hpc_spares=1 hpc_python_path=
 SLURM_NTASKS_PER_NODE=4
 mkdir -p $run/logs/0 $run/logs/1
+squeue() {{ echo RUNNING; }}
+export -f squeue
 scontrol() {{ printf 'node%d\\n' 1 2 3 4; }}
 srun() {{
   echo "${{*:1:9}} $SLURM_NTASKS_PER_NODE" >>{folder}/sruns
@@ -66,17 +67,38 @@ def test_guards_that_hear_nothing_of_the_script_ask_about_the_newest_attempt_and
     assert asked == [f"{tmp_path}/run/logs/1"] * 2
 
 
-@pytest.mark.parametrize(("state", "asks"), [("RUNNING", 3), ("", 3), ("COMPLETING", 1), ("CANCELLED", 1)])
-def test_a_guard_asks_again_until_the_job_has_ended(tmp_path: Path, state: str, asks: int) -> None:
-    """Slurm would wait for it up to KillWait."""
-    clients = tmp_path / "bin"
-    clients.mkdir()
-    squeue = f'[ "$(wc -l <{tmp_path}/asked)" -lt 3 ] && echo {state} || echo COMPLETED'
-    write_private_file(clients / "squeue", f"#!/bin/bash\n{squeue}\n")
-    (clients / "squeue").chmod(0o700)
-    lines = f'PATH={clients}:$PATH guard_silent_seconds=0.05; mkfifo {tmp_path}/pipe; sleep 20 >{tmp_path}/pipe & \
-        guard_job "${{hpc_guard[@]}}" <{tmp_path}/pipe; kill $!'
+@pytest.mark.parametrize(
+    ("state", "asks"), [("RUNNING", 3), ("", 0), ("SUSPENDED", 0), ("COMPLETING", 0), ("CANCELLED", 0)]
+)
+def test_a_guard_asks_while_the_job_runs_and_leaves_when_it_ends(tmp_path: Path, state: str, asks: int) -> None:
+    """Slurm would wait for it up to KillWait; and a job that ends has given back its script's node before others."""
+    lines = f"""
+    squeue() {{ echo >>{tmp_path}/looks; [ "$(wc -l <{tmp_path}/looks)" -le 3 ] && echo {state} || echo COMPLETED; }}
+    guard_silent_seconds=0.05
+    mkfifo {tmp_path}/pipe
+    sleep 20 >{tmp_path}/pipe &
+    guard_job "${{hpc_guard[@]}}" <{tmp_path}/pipe
+    kill $!
+    """
     assert len(run_guards(tmp_path, lines, code=0)) == asks
+    looks = (tmp_path / "looks").read_text().count("\n")
+    assert looks == (1 if state in ("COMPLETING", "CANCELLED") else 4)
+
+
+def test_guards_leave_when_the_script_is_killed(tmp_path: Path) -> None:
+    """Slurm may leave the processes that the script has started alone until KillWait is over."""
+    lines = f"""
+    bash_functions="$(declare -f); $(declare -p hpc_guard job run hpc_spares SLURM_JOB_NODELIST SLURMD_NODENAME)"
+    bash_functions+="; hpc_python_path= guard_ping_seconds=0.05 guard_silent_seconds=5 exit_requeue=75 guard_pings=()"
+    bash_functions+='; start_guards; wait_for_guards; echo "${{guard_keepers[@]}}" >{tmp_path}/keepers; kill -KILL $$'
+    bash -c "$bash_functions"
+    for ((tenth = 0; tenth < 40; tenth++)); do
+      kill -0 $(cat {tmp_path}/keepers) 2>/dev/null || exit 0
+      sleep 0.1
+    done
+    exit 1
+    """
+    assert run_guards(tmp_path, lines) == []
 
 
 @pytest.mark.parametrize(("setting", "value"), [("hpc_guard", "()"), ("hpc_spares", "0")])

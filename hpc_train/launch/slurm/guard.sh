@@ -26,11 +26,12 @@ start_guards() {
   done
 }
 
-# send_guard_pings FOLDER: of the pipe, whose name nobody needs any more now that both of its ends are open.
+# send_guard_pings FOLDER: of the pipe, whose name nobody needs any more now that both of its ends are open. A script that
+# was killed sends none: Slurm may leave this process alone until KillWait is over.
 send_guard_pings() {
   trap '' TERM USR1 USR2
   rm -r "$1"
-  while echo; do sleep "$guard_ping_seconds" >/dev/null; done
+  while kill -0 $$ && echo; do sleep "$guard_ping_seconds" >/dev/null; done
 }
 
 # keep_guard HOST: a guard there, and another one a minute after it has failed. It ends with the signs of life.
@@ -58,11 +59,15 @@ guard_job() {
     read -r -t "$guard_silent_seconds" && continue
     code=$?
     [ "$code" -gt 128 ] || return 0 # the script has ended the guard
-    "$@" "$run/logs/$(newest_attempt)"
-    [ "$?" -ne "$exit_requeue" ] || return 0
     case "$(squeue -h -j "$job" -o %T)" in
-      RUNNING | SUSPENDED | STOPPED | CONFIGURING | "") ;;
-      *) return 0 ;; # the job has ended, and would wait for the guard up to KillWait
+      RUNNING)
+        "$@" "$run/logs/$(newest_attempt)"
+        [ "$?" -ne "$exit_requeue" ] || return 0
+        ;;
+      SUSPENDED | STOPPED | CONFIGURING | "") ;;
+      # The job has ended, and would wait for the guard up to KillWait. It gives back one node after the other, also that
+      # of a script that was killed.
+      *) return 0 ;;
     esac
   done
 }
