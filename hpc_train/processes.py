@@ -1,4 +1,4 @@
-"""End with the parent process, and tell whether another process is alive.
+"""End with the parent process, keep freed memory, and tell whether another process is alive.
 
 Imports only the standard library: ranks use it before they import torch.
 """
@@ -6,12 +6,20 @@ Imports only the standard library: ranks use it before they import torch.
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 _SET_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
+_HEAP_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "LD_PRELOAD")
+"""With which a user sets glibc's allocator, or preloads another."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Parameters of mallopt(3), from malloc.h."""
+_LARGEST_HEAP_BLOCK = 32 << 20
+"""Bytes from which on a block is mapped by itself and unmapped when freed: where glibc's own threshold ends."""
 
 
 def signal_at_parent_end(number: signal.Signals) -> None:
@@ -19,6 +27,22 @@ def signal_at_parent_end(number: signal.Signals) -> None:
     import ctypes  # only where it is needed: it loads libffi
 
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, int(number), 0, 0, 0)
+
+
+def keep_freed_memory(kept_bytes: int, env: Mapping[str, str]) -> None:
+    """Let this process keep the memory that it frees, for what it allocates next.
+
+    By default glibc gives it back to the kernel, which then maps and clears every page anew. Leaves alone what the user
+    has set in `env`, and another C library or allocator. kept_bytes: most that may be free at the end of the heap.
+    """
+    import ctypes
+
+    is_set = any(name in env for name in _HEAP_VARIABLES) or "glibc.malloc" in env.get("GLIBC_TUNABLES", "")
+    if is_set or platform.libc_ver()[0] != "glibc":
+        return
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK)
+    libc.mallopt(_M_TRIM_THRESHOLD, kept_bytes)
 
 
 def identify_machine() -> str:

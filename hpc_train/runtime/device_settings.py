@@ -5,9 +5,7 @@ Environment variables that the user or the site (cluster.environment) has set st
 
 from __future__ import annotations
 
-import ctypes
 import os
-import platform
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 from hpc_train._torch.versions import release_numbers
 from hpc_train.config.run import RunConfig
 from hpc_train.placement.communication_environment import VariableSetting
+from hpc_train.processes import keep_freed_memory
 
 LAZY_GLOO_FROM = 128
 """Ranks from which on gloo connects two ranks when they first exchange something.
@@ -23,14 +22,8 @@ LAZY_GLOO_FROM = 128
 Otherwise each group connects each rank with all others at once: 2,048 ranks have two million connections a group."""
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """The name that newer releases prefer, and the one that all know."""
-_HEAP_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "LD_PRELOAD")
-"""With which a user sets glibc's allocator, or preloads another."""
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Parameters of mallopt(3), from malloc.h."""
-_LARGEST_HEAP_BLOCK = 32 << 20
-"""Bytes from which on a block is mapped by itself and unmapped when freed: where glibc's own threshold ends."""
 _KEPT_BYTES = 1 << 30
-"""Bytes that may be free at the end of the heap."""
+"""Bytes that a rank may keep free between steps."""
 _DEVICE_ID_RELEASE = (2, 13)
 """Releases before this one split groups of a bound device without their gloo half, which offloaded tensors need."""
 
@@ -49,18 +42,14 @@ def choose_allocator_settings(device: torch.device, env: Mapping[str, str]) -> l
     return [VariableSetting(_ALLOCATOR[1], "expandable_segments:True", "blocks of changing sizes leave no holes")]
 
 
-def keep_freed_memory(device: torch.device, env: Mapping[str, str]) -> None:
-    """Let this process keep the memory that a step on the CPU frees, because the next step allocates it again.
+def keep_memory_of_steps(device: torch.device, env: Mapping[str, str]) -> None:
+    """Let a rank on a CPU keep the memory that a step frees, because the next step allocates it again.
 
-    By default glibc gives it back to the kernel, which then maps and clears every page anew: of a small model with
-    zero1, 1.5 % of a step's processor time. Leaves alone what the user has set, and another C library or allocator.
+    Without that, giving it back and getting it again takes 1.5 % of the processor time of a small model's step with
+    zero1.
     """
-    is_set = any(name in env for name in _HEAP_VARIABLES) or "glibc.malloc" in env.get("GLIBC_TUNABLES", "")
-    if device.type != "cpu" or is_set or platform.libc_ver()[0] != "glibc":
-        return
-    libc = ctypes.CDLL(None)
-    libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK)
-    libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+    if device.type == "cpu":
+        keep_freed_memory(_KEPT_BYTES, env)
 
 
 def choose_group_options(device: torch.device) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from hpc_train.runtime.device_settings import (
     choose_allocator_settings,
     choose_gloo_settings,
     choose_group_options,
-    keep_freed_memory,
+    keep_memory_of_steps,
 )
 from hpc_train.runtime.identity import find_local_address, identify_process, make_single_identity
 from hpc_train.runtime.rendezvous import open_job_store
@@ -116,7 +116,7 @@ def start(task: Task, rank_map: RankMap, config: RunConfig) -> World:
     # gloo and NCCL read their variables when the process group is made.
     _set_environment(task, config.cluster, device)
     apply_matmul_precision(config)
-    keep_freed_memory(device, os.environ)
+    keep_memory_of_steps(device, os.environ)
     rank = rank_map.process_to_rank[task.process]
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before anything allocates, or each rank also gets a context on GPU 0

@@ -25,8 +25,8 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 from submitit.core.utils import DelayedSubmission
 
-from hpc_train.launch.callables.calls import array_element, check_private_file, pickle_value
-from hpc_train.regular_files import write_private_file
+from hpc_train.launch.callables.calls import array_element, pickle_value
+from hpc_train.regular_files import check_private_file, write_private_file
 
 
 class CachingConfigLoader:

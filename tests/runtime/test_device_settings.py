@@ -22,7 +22,7 @@ from hpc_train.runtime.device_settings import (
     choose_allocator_settings,
     choose_gloo_settings,
     choose_group_options,
-    keep_freed_memory,
+    keep_memory_of_steps,
 )
 from hpc_train.step_clock import StepPart
 from hpc_train.testing import run_ranks
@@ -184,5 +184,5 @@ def test_a_rank_on_a_cpu_keeps_what_a_step_frees_unless_the_user_has_set_otherwi
         return int(library.mallopt(parameter, value))
 
     monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=mallopt))
-    keep_freed_memory(device, env)
+    keep_memory_of_steps(device, env)
     assert seen == [(-3, 32 << 20), (-1, 1 << 30)] * changed

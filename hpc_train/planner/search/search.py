@@ -7,10 +7,9 @@ result is exact: `exhaustive=True` estimates every candidate and finds the same,
 
 from __future__ import annotations
 
-import ctypes
 import math
+import os
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -44,6 +43,7 @@ from hpc_train.planner.search.top_candidates import (
     concatenate_rated,
     no_candidates,
 )
+from hpc_train.processes import keep_freed_memory
 
 FRONT_SLACK = 2.0
 """A search returns no candidates beyond this many times the step time of the best one."""
@@ -55,10 +55,8 @@ CANDIDATES_AT_ONCE = 1 << 15
 """Candidates estimated at a time: few columns of them are longer than a core's second cache, and they are so long that
 Python's own time hardly counts."""
 _PROMISING_SCHEDULES = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble")
-_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
-"""Parameters of mallopt (malloc.h): arrays from this size on have pages of their own, which go back to the system when
-they are freed; and so does what is free at the end of the heap beyond that size."""
 _KEPT_BYTES = 1 << 28
+"""Bytes of freed arrays that a search keeps for the next ones, which is a sixth of its time."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ def search_space(
     rest: SearchBase, space: SearchSpace, constants: Constants, keep: int = 20, exhaustive: bool = False
 ) -> SearchResult:
     """Find the best candidate of each of the `keep` best meshes, and the Pareto front."""
-    _keep_freed_memory()
+    keep_freed_memory(_KEPT_BYTES, os.environ)
     search = _Search(rest, constants, keep)
     # A bound rules out nothing before good times are known, so a small promising part is searched first. Its candidates
     # come again in the whole space and must not count twice.
@@ -109,17 +107,6 @@ def search_space(
         else:
             search.estimate_within_bounds(block)
     return search.result()
-
-
-def _keep_freed_memory() -> None:
-    """Let the C library keep the memory of freed arrays for the next ones.
-
-    By default glibc returns it to the system, which clears every page again: a sixth of the time of a search.
-    """
-    with suppress(AttributeError):  # other C libraries
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_MMAP_THRESHOLD, _KEPT_BYTES // 8)
-        mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def _promising_part(space: SearchSpace) -> SearchSpace:
