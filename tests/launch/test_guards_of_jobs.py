@@ -125,6 +125,21 @@ def test_of_several_nodes_that_miss_the_script_one_requeues_the_job(
     assert [strike.host for strike in read_strikes(tmp_path)] == ["node1"]
 
 
+@pytest.mark.parametrize(("then", "lost"), [("", False), ("requeue", False), ("restart", True), (None, True)])
+def test_a_job_whose_script_came_to_its_end_is_not_requeued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str | None, lost: bool
+) -> None:
+    """Slurm takes the script's node from a job that ends; a node without a network for a while may see only that."""
+    for attempt in ("0", "1"):
+        (tmp_path / "logs" / attempt).mkdir(parents=True)
+    (tmp_path / "logs/0/result.json").write_text('{"then": "restart"}')
+    if then is not None:
+        (tmp_path / "logs/1/result.json").write_text(f'{{"then": "{then}"}}')
+    monkeypatch.setattr(lost_script, "run_client", lambda words: Answer(0, "COMPLETING|node1|node[2-3]"))
+    monkeypatch.setattr(lost_script, "_FIT_SECONDS", 0.001)
+    assert lost_script.requeue_without(tmp_path / "logs/0", "7", "node1") == lost
+
+
 @pytest.mark.parametrize(("attempts", "command"), [(2, "requeue"), (1, "scancel")])
 def test_a_job_that_may_not_run_again_is_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attempts: int, command: str

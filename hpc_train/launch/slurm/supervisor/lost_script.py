@@ -19,6 +19,7 @@ from pathlib import Path
 from hpc_train.cluster.hostlist import expand_hostlist
 from hpc_train.errors import EXIT_REQUEUE
 from hpc_train.launch.slurm.slurm_cli import current_job_id, run_client
+from hpc_train.launch.state.attempts import RESULT_MARKER
 from hpc_train.regular_files import read_json, read_text
 from hpc_train.resilience.agent import name_this_node
 from hpc_train.resilience.exclusion import EXCLUDE, HARDWARE, Strike, append_strike
@@ -68,7 +69,7 @@ def requeue_without(logs: Path, job: str, host: str) -> bool:
 
     A job that may not run again is cancelled. Does nothing while another node does the same, or has done it.
     """
-    if not _claim(logs) or (logs / _DONE).exists() or find_lost_host(_ask(job)) is None:
+    if not _claim(logs) or (logs / _DONE).exists() or find_lost_host(_ask(job)) is None or _has_ended(logs.parent):
         return False
     if not _may_run_again(logs):
         return _cancel(logs, job, host)
@@ -103,6 +104,18 @@ def _claim(logs: Path) -> bool:
             os.close(descriptor)
             return False
     return True
+
+
+def _has_ended(all_logs: Path) -> bool:
+    """Return whether the batch script came to its end: Slurm takes its node from a job that ends, too.
+
+    A node without a network for a while may have missed that, and any number of attempts.
+    """
+    newest = max((int(folder.name) for folder in all_logs.iterdir() if folder.name.isdigit()), default=0)
+    try:
+        return bool(read_json(all_logs / str(newest) / RESULT_MARKER)["then"] != "restart")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _may_run_again(logs: Path) -> bool:
