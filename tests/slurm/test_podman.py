@@ -10,6 +10,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,6 +88,19 @@ def submitter(one_more_cluster: Path, container_image: Path, store: Path) -> Ite
         owned = ["find", str(container_image), "-type", "d", "-exec", "chown", f"{USER}:", "{}", "+"]
         subprocess.run(owned, check=True)
         yield Submitter(folder, container_image, SlurmCluster(slurm_conf(one_more_cluster), one_more_cluster))
+        # What the last job has left still writes to the user's home.
+        down = dev_cluster("down", directory=one_more_cluster)
+        assert down.returncode == 0, down.stderr
+        wait_until("the end of the user's processes", lambda: not list_processes(USER), timeout=60)
+
+
+def list_processes(user: str) -> list[Path]:
+    """List the processes of a user in /proc; they may have ended since."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            found += [process] * (process.owner() == user)
+    return found
 
 
 def ranks_of(run: Path) -> dict[int, int]:
