@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_client import SlurmCluster
-from training_client import parent_of, pid_of_task, processes_with, tasks_of, variables_of
+from training_client import find_script, parent_of, pid_of_task, processes_with, tasks_of, variables_of
 
 from hpc_train.cluster.hostlist import expand_hostlist
 from hpc_train.resilience.chaos import Order
@@ -203,9 +203,7 @@ def kill_without_controller(scene: Scene) -> AbstractContextManager[None]:
 
 def kill_script(scene: Scene) -> AbstractContextManager[None]:
     """Kill the shell of the batch script, but not its slurmstepd."""
-    scripts = processes_with("slurm_script", f"job{int(scene.job):05}")
-    first = [script for script in scripts if parent_of(script) not in scripts]
-    os.kill(first[0], signal.SIGKILL)
+    os.kill(find_script(scene.job), signal.SIGKILL)
     return nullcontext()
 
 

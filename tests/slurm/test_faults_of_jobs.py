@@ -16,6 +16,7 @@ import pytest
 from slurm_client import SlurmCluster, slurm_conf
 from training_client import (
     assert_same_result,
+    find_script,
     hpc_train,
     kinds,
     lines,
@@ -244,8 +245,7 @@ def test_a_job_that_loses_the_slurmstepd_of_its_script_goes_on(
     run = tmp_path / "run"
     job = start(run, settings, faults="1:train:33:hold")
     wait_until("the hold", lambda: (tmp_path / "1:train:33:hold").exists())
-    (script,) = processes_with("slurm_script", f"job{int(job):05}")
-    os.kill(parent_of(script), signal.SIGKILL)
+    os.kill(parent_of(find_script(job)), signal.SIGKILL)
     (tmp_path / "go").touch()
     slurm_cluster.wait_for_state(job, "COMPLETED", timeout=240)
     assert_same_result(run, undisturbed, STEPS)

@@ -108,6 +108,12 @@ def parent_of(process: int) -> int:
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+def find_script(job: str) -> int:
+    """Return the shell of a job's batch script, whose own subshells have the same command line."""
+    scripts = processes_with("slurm_script", f"job{int(job):05}")
+    return next(script for script in scripts if parent_of(script) not in scripts)
+
+
 def variables_of(process: int) -> dict[str, str]:
     """Return the environment of a process; {} if it has ended by now."""
     try:
