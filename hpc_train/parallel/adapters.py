@@ -67,19 +67,22 @@ def store_base_in_bf16(part: nn.Module) -> str:
 
     Vectors, such as norms, stay as they are: they take little memory, and autocast computes norms in float32.
     """
-    numbers = 0
+    low: dict[nn.Parameter, nn.Parameter] = {}
     for name in get_named_blocks(part):
-        for module in part.get_submodule(name).modules():
-            for leaf, parameter in list(module.named_parameters(recurse=False)):
-                if not parameter.requires_grad and parameter.ndim > 1 and parameter.dtype == torch.float32:
-                    low = nn.Parameter(parameter.detach().to(torch.bfloat16), requires_grad=False)
-                    low.__dict__.update(parameter.__dict__)
-                    setattr(module, leaf, low)
-                    numbers += parameter.numel()
-    if not numbers:
+        for parameter in part.get_submodule(name).parameters():
+            if not parameter.requires_grad and parameter.ndim > 1 and parameter.dtype == torch.float32:
+                low[parameter] = nn.Parameter(parameter.detach().to(torch.bfloat16), requires_grad=False)
+                low[parameter].__dict__.update(parameter.__dict__)
+    if not low:
         raise UserError(
             f"adapter.base=bf16: the blocks of {name_model(part)} have no frozen matrix; use adapter.base=full"
         )
+    # Modules that share a parameter share the new one.
+    for module in part.modules():
+        for leaf, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter in low:
+                setattr(module, leaf, low[parameter])
+    numbers = sum(parameter.numel() for parameter in low)
     return f"base: bf16, {numbers:,} numbers"
 
 

@@ -6,16 +6,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from drawn import draw
 from matrix import STEPS, Case, fresh, steps, train_and_save
 from matrix import resume as resume_case
 from outcome import Arrays, Outcome, whole
 from test_adapters import CASES as ADAPTER_CASES
 from test_adapters import LORA, train_here
+from torch import nn
 
 from hpc_train.checkpoint.load.load_step import resume_from_checkpoint
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
+from hpc_train.parallel.adapters import store_base_in_bf16
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.testing import RankFailure, run_ranks
 
@@ -93,6 +96,26 @@ def test_weights_of_a_run_without_adapters_become_the_base(tmp_path: Path) -> No
         case = over(Case(2, ("parallel=fsdp", *LORA)), base)
         losses.append(run_ranks(start_from_weights, 2, case, tmp_path, parallel=case.config().parallel)[0].losses)
     assert losses[0] == losses[1]
+
+
+class Shared(nn.Module):
+    """Two blocks with one weight, which the head has, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = (nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.second.weight = self.head.weight = self.first.weight
+        self.requires_grad_(False)
+
+    def blocks(self) -> dict[str, nn.Module]:
+        return {"first": self.first, "second": self.second}
+
+
+def test_modules_that_share_a_weight_still_do() -> None:
+    model = Shared()
+    store_base_in_bf16(model)
+    assert model.first.weight.dtype == torch.bfloat16
+    assert model.first.weight is model.second.weight is model.head.weight
 
 
 def test_another_precision_is_refused() -> None:

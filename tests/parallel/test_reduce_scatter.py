@@ -54,7 +54,7 @@ def test_parts_are_added_in_the_order_of_ranks(dtype: torch.dtype, tolerance: fl
 
 
 def test_ranks_of_several_nodes_keep_gloos() -> None:
-    """Of two nodes with two ranks each, tp is inside a node and dp_shard is not."""
+    """With two ranks on each of two nodes, tp stays inside a node and dp_shard does not."""
 
     def ask(world: World) -> list[bool]:
         on_nodes = replace(world, node=world.rank // 2)

@@ -74,7 +74,7 @@ def test_bounds_leave_out_nothing_that_matters(
 
 
 def test_no_mesh_is_found_by_chance() -> None:
-    """What is estimated beyond FRONT_SLACK times the best time depends on the order of the search."""
+    """Candidates slower than FRONT_SLACK times the best are left out: the order decides which of them are met."""
     found = find(run(*SMALL), 16, keep=1000).best
     assert found.count > 20
     assert found.step.max() <= FRONT_SLACK * found.step.min()
