@@ -1,6 +1,7 @@
 """Test on real ranks: call a function on several ranks of this machine, as easily as in this process.
 
-`run_ranks` starts them; `pretend_ranks` runs some ranks of a world of thousands, without the others.
+`run_ranks` starts them, on CPUs or on GPUs; `pretend_ranks` runs some ranks of a world of thousands, without the
+others.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkProcess
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 
@@ -28,6 +30,10 @@ from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import RankMap, Task, World
 
 T = TypeVar("T")
+
+DEVICE_VARIABLE = "HPC_TRAIN_TEST_DEVICE"
+"""Environment variable: `cuda` has run_ranks start its ranks on the GPUs of this machine, so that a suite of tests that
+was written for CPUs runs there too."""
 
 
 class RankFailure(AssertionError):
@@ -42,18 +48,19 @@ def run_ranks(
     timeout: float = 120.0,
     lost: Collection[int] = (),
 ) -> list[T]:
-    """Call `function(world, *args)` on `ranks` forked gloo processes; returns their results in rank order.
+    """Call `function(world, *args)` on `ranks` processes of their own; returns their results in rank order.
 
     parallel: degrees of the mesh (default: ddp over all ranks). Results and errors come back by pickle; `function`
     may be a closure. The first rank that fails ends the others; its traceback is in the RankFailure that is raised.
     lost: ranks that `function` kills; the results are those of the others, and no rank waits for these at the end.
-    The ranks are on the CPU also where there are GPUs, which a forked process cannot use.
-    Fork keeps this cheap (0.1 s), and needs that no earlier torch operation of this process used several threads:
-    call torch.set_num_threads(1) in conftest.py.
+    The ranks are forked, on the CPU, with gloo. Fork keeps this cheap (0.1 s), and needs that no earlier torch
+    operation of this process used several threads: call torch.set_num_threads(1) in conftest.py.
+    With HPC_TRAIN_TEST_DEVICE=cuda in the environment they use the GPUs, with NCCL. Then nothing is inherited from this
+    process: `function` goes to them by cloudpickle. Several ranks share a GPU where there are more ranks than GPUs.
     """
     with tempfile.TemporaryDirectory(prefix="run_ranks-") as folder:
         join = partial(_start, ranks=ranks, folder=folder, parallel=parallel or ParallelConfig(), timeout=timeout)
-        return _fork(function, range(ranks), args, join, timeout, lost)
+        return _run(function, range(ranks), args, join, timeout, lost, os.environ.get(DEVICE_VARIABLE) == "cuda")
 
 
 def pretend_ranks(
@@ -70,31 +77,32 @@ def pretend_ranks(
     Otherwise it works like run_ranks, except that the ranks run one after the other.
     """
     join = partial(_pretend, ranks=ranks, parallel=parallel)
-    return [value for rank in which for value in _fork(function, [rank], args, join, timeout)]
+    return [value for rank in which for value in _run(function, [rank], args, join, timeout)]
 
 
-def _fork(
+def _run(
     function: Callable[..., T],
     ranks: Sequence[int],
     args: tuple[Any, ...],
     join: Callable[[int], World],
     timeout: float,
     lost: Collection[int] = (),
+    on_gpus: bool = False,
 ) -> list[T]:
-    """Run a function on forked ranks, and return their results by rank. lost: ranks that never report."""
+    """Run a function on ranks, and return their results by rank. lost: ranks that never report."""
     if dist.is_initialized():
         raise RankFailure("run_ranks: this process is a rank already; start all ranks with one run_ranks")
     import hpc_train.runtime.start  # noqa: F401  each rank needs it, and would take half a second to import it
 
-    context = multiprocessing.get_context("fork")
-    processes: list[ForkProcess] = []
+    make_process = _prepare_gpu_process if on_gpus else _prepare_forked_process
+    processes: list[BaseProcess] = []
     receivers: dict[Connection, int] = {}
     try:
         for rank in ranks:
             # Made one at a time: a later rank's pipe in this one's hands would not close when that rank dies.
-            receiver, sender = context.Pipe(duplex=False)
+            receiver, sender = multiprocessing.Pipe(duplex=False)
             receivers[receiver] = rank
-            processes.append(context.Process(target=_rank, args=(sender, rank, function, args, join, not lost)))
+            processes.append(make_process(sender, rank, partial(_call, function, args, join, not lost)))
             processes[-1].start()
             sender.close()
         return _collect({receiver: rank for receiver, rank in receivers.items() if rank not in lost}, timeout)
@@ -145,19 +153,43 @@ def _receive_outcome(receiver: Connection, rank: int) -> _RankOutcome:
     return outcome
 
 
-def _rank(
-    sender: Connection,
-    rank: int,
+Work = Callable[[Connection, int], None]
+"""What a rank does: gets the pipe for its outcome, and its rank."""
+
+
+def _prepare_forked_process(sender: Connection, rank: int, work: Work) -> BaseProcess:
+    return multiprocessing.get_context("fork").Process(target=_run_forked, args=(sender, rank, work))
+
+
+def _run_forked(sender: Connection, rank: int, work: Work) -> None:
+    gc.freeze()  # what the parent left is neither looked through nor, by that, copied: a third of a short test's time
+    torch.set_num_threads(1)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    work(sender, rank)
+
+
+def _prepare_gpu_process(sender: Connection, rank: int, work: Work) -> BaseProcess:
+    """Make a process that may use CUDA: forked from a server that never has, unlike perhaps this process."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "hpc_train.runtime.start", "hpc_train.config.compose"])
+    return context.Process(target=_run_on_gpu, args=(sender, rank, cloudpickle.dumps(work)))
+
+
+def _run_on_gpu(sender: Connection, rank: int, work: bytes) -> None:
+    torch.set_num_threads(1)
+    cloudpickle.loads(work)(sender, rank)
+
+
+def _call(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     join: Callable[[int], World],
     meet: bool,
+    sender: Connection,
+    rank: int,
 ) -> None:
-    """Run a function as one rank in a forked process, and send its result or traceback. meet: wait for the others."""
-    gc.freeze()  # what the parent left is neither looked through nor, by that, copied: a third of a short test's time
+    """Run a function as one rank, and send its result or traceback. meet: wait for the others."""
     try:
-        torch.set_num_threads(1)
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
         world = join(rank)
         sender.send(_RankOutcome(rank, True, function(world, *args)))
         # A rank that leaves early would break the collectives of the others.
@@ -182,7 +214,8 @@ def _start(rank: int, ranks: int, folder: str, parallel: ParallelConfig, timeout
     )
     config = RunConfig(parallel=parallel)
     config.launch.timeout_seconds = int(timeout)
-    return start(task, RankMap(tuple(range(ranks))), config)
+    gpus = torch.cuda.device_count()
+    return start(task, RankMap(tuple(range(ranks)), gpu=rank % gpus if gpus else None), config)
 
 
 def _pretend(rank: int, ranks: int, parallel: ParallelConfig) -> World:

@@ -35,6 +35,7 @@ from hpc_train.messages import Codec, all_gather_values
 from hpc_train.parallel.rules.parameter_server import find_mpi_setting
 from hpc_train.placement.communication_environment import apply_settings, choose_socket_settings
 from hpc_train.resilience.preflight import SIZES, run_preflight
+from hpc_train.runtime.device_settings import separate_ranks_on_one_gpu
 from hpc_train.runtime.identity import ProcessIdentity, find_local_address
 from hpc_train.runtime.start import join, leave_process_group
 
@@ -91,6 +92,7 @@ def _check_together(config: RunConfig, task: Task, report: RankReport) -> tuple[
     device = _choose_device(reports, task)
     if device.type == "cuda":
         leave_process_group()
+        separate_ranks_on_one_gpu(task, device)
         _init_process_group(task, "cpu:gloo,cuda:nccl")
     findings += check_speeds(reports, gather_from_all(measure_speed(device)))
     if task.nodes > 1:

@@ -5,16 +5,20 @@ Environment variables that the user or the site (cluster.environment) has set st
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
 
 from hpc_train._torch.versions import release_numbers
 from hpc_train.config.run import RunConfig
+from hpc_train.interfaces import Task
 from hpc_train.placement.communication_environment import VariableSetting
 from hpc_train.processes import keep_freed_memory
+
+log = logging.getLogger(__name__)
 
 LAZY_GLOO_FROM = 128
 """Ranks from which on gloo connects two ranks when they first exchange something.
@@ -50,6 +54,25 @@ def keep_memory_of_steps(device: torch.device, env: Mapping[str, str]) -> None:
     """
     if device.type == "cpu":
         keep_freed_memory(_KEPT_BYTES, env)
+
+
+def separate_ranks_on_one_gpu(task: Task, device: torch.device, env: MutableMapping[str, str] = os.environ) -> None:
+    """Let this rank share its GPU with others of the job, where there are more ranks than GPUs. Each rank calls this.
+
+    NCCL refuses two ranks of a host on one GPU. All but the first of them say that they are hosts of their own, so that
+    NCCL connects them through sockets: slow, but every layout can be tried on one GPU.
+    """
+    if device.type != "cuda" or task.processes == 1:
+        return
+    assert task.store is not None
+    key = f"gpu/{task.host}/{torch.cuda.get_device_properties(device).uuid}"
+    first = int(task.store.compare_set(key, "", str(task.process)))
+    if first != task.process:
+        env.setdefault("NCCL_HOSTID", f"{task.host}-{task.process}")
+        log.warning(
+            "several ranks share a GPU: NCCL connects them through sockets, and they wait for each other; this is for "
+            "trying a layout, not for speed"
+        )
 
 
 def choose_group_options(device: torch.device) -> dict[str, Any]:

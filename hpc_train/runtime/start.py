@@ -29,6 +29,7 @@ from hpc_train.runtime.device_settings import (
     choose_gloo_settings,
     choose_group_options,
     keep_memory_of_steps,
+    separate_ranks_on_one_gpu,
 )
 from hpc_train.runtime.identity import find_local_address, identify_process, make_single_identity
 from hpc_train.runtime.rendezvous import open_job_store
@@ -120,6 +121,7 @@ def start(task: Task, rank_map: RankMap, config: RunConfig) -> World:
     rank = rank_map.process_to_rank[task.process]
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before anything allocates, or each rank also gets a context on GPU 0
+    separate_ranks_on_one_gpu(task, device)
     assert task.store is not None
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",

@@ -46,7 +46,7 @@ class Outcome:
 
 def held(pieces: Iterable[TensorShard]) -> list[Held]:
     """Return copies of a rank's pieces."""
-    return [Held(p.name, p.shape, p.offset, p.local.double().numpy().copy(), p.replica) for p in pieces]
+    return [Held(p.name, p.shape, p.offset, p.local.double().cpu().numpy().copy(), p.replica) for p in pieces]
 
 
 def whole(ranks: Sequence[Sequence[Held]]) -> Arrays:
@@ -72,7 +72,7 @@ def _rectangle(name: str, tensor: Tensor) -> Held:
     sharded = isinstance(tensor, DTensor)
     local = tensor.to_local() if sharded else tensor
     offset = shard_offset(tensor) if sharded else (0,) * tensor.ndim
-    return Held(name, tuple(tensor.shape), offset, local.double().numpy().copy(), 0)
+    return Held(name, tuple(tensor.shape), offset, local.double().cpu().numpy().copy(), 0)
 
 
 def engine_steps(

@@ -130,7 +130,7 @@ def _train_shards(world: World, layout: str) -> tuple[dict[str, NDArray[Any]], i
 
 def _gather(tensor: Tensor) -> NDArray[Any]:
     assert isinstance(tensor, DTensor)
-    return tensor.full_tensor().detach().numpy()
+    return tensor.full_tensor().detach().cpu().numpy()
 
 
 @pytest.mark.parametrize("layout", draw(PLACEMENTS, ("rows-4-uneven", "rows-and-columns", "copies")))

@@ -99,12 +99,12 @@ def train_with_peft(case: Case) -> tuple[list[float], list[float], list[Arrays],
         optimizer.zero_grad()
         loss.backward()
         losses.append(loss.item())
-        gradients.append({name: p.grad.numpy().copy() for name, p in trained.items() if p.grad is not None})
+        gradients.append({name: p.grad.cpu().numpy().copy() for name, p in trained.items() if p.grad is not None})
         norms.append(float(nn.utils.clip_grad_norm_(trained.values(), MAX_NORM)))
         for group in optimizer.param_groups:
             group["lr"] = RATES[step]
         optimizer.step()
-    after = {name: (p.detach() - lengths.get(name, 0.0)).numpy().copy() for name, p in trained.items()}
+    after = {name: (p.detach() - lengths.get(name, 0.0)).cpu().numpy().copy() for name, p in trained.items()}
     return losses, norms, gradients, after
 
 

@@ -123,7 +123,7 @@ def _truth(config: RunConfig) -> Seen:
     last = _batch(STEPS)
     seen.evaluated = F.cross_entropy(network(last.inputs), last.targets).item()
     tensors = network.state_dict()
-    seen.state = [Held(n, tuple(t.shape), (0,) * t.ndim, t.double().numpy(), 0) for n, t in tensors.items()]
+    seen.state = [Held(n, tuple(t.shape), (0,) * t.ndim, t.double().cpu().numpy(), 0) for n, t in tensors.items()]
     return seen
 
 

@@ -121,7 +121,7 @@ def _truth(config: RunConfig) -> tuple[list[Arrays], Arrays]:
         for group in optimizer.param_groups:
             group["lr"] = 1e-2
         optimizer.step()
-    return seen, {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    return seen, {name: tensor.cpu().numpy() for name, tensor in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("more", [(), LOSSLESS], ids=["plain", "compressed"])

@@ -188,7 +188,7 @@ def train_with_peft(case: Case) -> tuple[list[float], list[float], list[Arrays],
 
 
 def to_array(tensor: torch.Tensor) -> Array:
-    return tensor.detach().numpy().copy()
+    return tensor.detach().cpu().numpy().copy()
 
 
 def train_and_save(world: World, case: Case, own: Path) -> Outcome:

@@ -93,7 +93,7 @@ def train(engine: Engine, world: World, steps: range) -> list[tuple[float, float
 
 def gather_shards(engine: Engine) -> list[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]]:
     """Return what this rank would save: name, whole shape, offset and values."""
-    return [(one.name, one.shape, one.offset, one.local.detach().numpy().copy()) for one in engine.shards()]
+    return [(one.name, one.shape, one.offset, one.local.detach().cpu().numpy().copy()) for one in engine.shards()]
 
 
 def run(world: World, config: RunConfig) -> tuple[list[tuple[float, float]], list]:

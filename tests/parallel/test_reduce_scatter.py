@@ -39,7 +39,7 @@ def _reduce(world: World, dtype: torch.dtype) -> list[Array]:
         out = exchange.allocate((ours.numel(),), dtype=dtype, device=ours.device)
         exchange(output_tensor=out, input_tensor=parts.flatten(), group=group, op=op)
         found.append(out.view_as(ours))
-    return [tensor.double().numpy() for tensor in found]
+    return [tensor.double().cpu().numpy() for tensor in found]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-15), (torch.bfloat16, 2**-7)])

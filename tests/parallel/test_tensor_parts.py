@@ -79,7 +79,7 @@ def _normalise(world: World, inputs: dict[str, Tensor]) -> dict[str, list[Array]
         (weight,) = norm.parameters()
         assert own.grad is not None
         assert isinstance(weight.grad, DTensor)
-        found[name] = [value.detach().double().numpy() for value in (out, own.grad, weight.grad.full_tensor())]
+        found[name] = [value.detach().double().cpu().numpy() for value in (out, own.grad, weight.grad.full_tensor())]
     return found
 
 
@@ -109,7 +109,7 @@ def test_split_norms_over_all_heads_are_those_of_one_process(dtype: torch.dtype,
         gradient = np.zeros(x.shape)
         for rank, (out, by_x, by_weight) in enumerate(found[name] for found in ranks):
             head = assign_kv_heads(4, heads, rank, 4)[0]
-            _assert_near(out, parts[rank].detach().numpy(), tolerance)
+            _assert_near(out, parts[rank].detach().cpu().numpy(), tolerance)
             gradient[..., 6 * head : 6 * head + 6] += by_x
             _assert_near(by_weight, whole_norm.weight.grad.numpy(), tolerance)
         assert x.grad is not None
@@ -137,7 +137,7 @@ def _split_loss(world: World, logits: Tensor, target: Tensor) -> tuple[float, Ar
     loss = sum_split_cross_entropy(out, target)
     (2 * loss).backward()  # type: ignore[no-untyped-call]
     assert mine.grad is not None
-    return float(loss.detach()), mine.grad.numpy().copy()
+    return float(loss.detach()), mine.grad.cpu().numpy().copy()
 
 
 @pytest.mark.parametrize("size", [1.0, 1e4])
@@ -178,7 +178,9 @@ def _rows_held(world: World) -> list[Held]:
     parameter = next(table.parameters())
     assert isinstance(parameter, DTensor)
     offset = shard_offset(parameter)
-    return [Held("weight", tuple(parameter.shape), offset, parameter.to_local().detach().double().numpy().copy(), 0)]
+    return [
+        Held("weight", tuple(parameter.shape), offset, parameter.to_local().detach().double().cpu().numpy().copy(), 0)
+    ]
 
 
 def test_unequal_shards_of_shards_are_where_they_say() -> None:

@@ -48,7 +48,7 @@ def _list_weights(world: World, case: Case) -> list[Arrays]:
     engine, weights = fresh(case, world), []
     for step in (*STEPS, LAST):
         steps(engine, case, world, (step,))
-        weights.append({name: p.detach().numpy().copy() for name, p in engine.parts[0].named_parameters()})
+        weights.append({name: p.detach().cpu().numpy().copy() for name, p in engine.parts[0].named_parameters()})
     return weights
 
 
