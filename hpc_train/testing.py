@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ import torch.distributed as dist
 
 from hpc_train.config.parallel import ParallelConfig
 from hpc_train.config.run import RunConfig
+from hpc_train.errors import UserError
 from hpc_train.interfaces import RankMap, Task, World
 
 T = TypeVar("T")
@@ -60,7 +62,7 @@ def run_ranks(
     """
     with tempfile.TemporaryDirectory(prefix="run_ranks-") as folder:
         join = partial(_start, ranks=ranks, folder=folder, parallel=parallel or ParallelConfig(), timeout=timeout)
-        return _run(function, range(ranks), args, join, timeout, lost, os.environ.get(DEVICE_VARIABLE) == "cuda")
+        return _run(function, range(ranks), args, join, timeout, lost, _choose_process())
 
 
 def pretend_ranks(
@@ -80,6 +82,50 @@ def pretend_ranks(
     return [value for rank in which for value in _run(function, [rank], args, join, timeout)]
 
 
+Work = Callable[[Connection, int], None]
+"""What a rank does: gets the pipe for its outcome, and its rank."""
+MakeProcess = Callable[[Connection, int, Work], BaseProcess]
+
+
+def prepare_forked_process(sender: Connection, rank: int, work: Work) -> BaseProcess:
+    return multiprocessing.get_context("fork").Process(target=_run_forked, args=(sender, rank, work))
+
+
+def _run_forked(sender: Connection, rank: int, work: Work) -> None:
+    gc.freeze()  # what the parent left is neither looked through nor, by that, copied: a third of a short test's time
+    torch.set_num_threads(1)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    work(sender, rank)
+
+
+def prepare_gpu_process(sender: Connection, rank: int, work: Work) -> BaseProcess:
+    """Make a process that may use CUDA: forked from a server that never has, unlike perhaps this process."""
+    start_gpu_server()
+    return multiprocessing.get_context("forkserver").Process(
+        target=_run_on_gpu, args=(sender, rank, cloudpickle.dumps(work))
+    )
+
+
+def start_gpu_server() -> None:
+    """Start the process from which ranks on GPUs are forked, unless there is one. It runs until this process ends."""
+    forkserver.set_forkserver_preload(["torch._dynamo", "hpc_train.runtime.start", "hpc_train.config.compose"])
+    forkserver.ensure_running()
+
+
+def _run_on_gpu(sender: Connection, rank: int, work: bytes) -> None:
+    torch.set_num_threads(1)
+    cloudpickle.loads(work)(sender, rank)
+
+
+def _choose_process() -> MakeProcess:
+    device = os.environ.get(DEVICE_VARIABLE, "cpu")
+    if device not in ("cpu", "cuda"):
+        raise UserError(f"{DEVICE_VARIABLE}={device}: choose cpu or cuda")
+    if device == "cuda" and torch.cuda.device_count() == 0:
+        raise UserError(f"{DEVICE_VARIABLE}=cuda: torch sees no GPU here")
+    return prepare_gpu_process if device == "cuda" else prepare_forked_process
+
+
 def _run(
     function: Callable[..., T],
     ranks: Sequence[int],
@@ -87,14 +133,13 @@ def _run(
     join: Callable[[int], World],
     timeout: float,
     lost: Collection[int] = (),
-    on_gpus: bool = False,
+    make_process: MakeProcess = prepare_forked_process,
 ) -> list[T]:
     """Run a function on ranks, and return their results by rank. lost: ranks that never report."""
     if dist.is_initialized():
         raise RankFailure("run_ranks: this process is a rank already; start all ranks with one run_ranks")
     import hpc_train.runtime.start  # noqa: F401  each rank needs it, and would take half a second to import it
 
-    make_process = _prepare_gpu_process if on_gpus else _prepare_forked_process
     processes: list[BaseProcess] = []
     receivers: dict[Connection, int] = {}
     try:
@@ -151,33 +196,6 @@ def _receive_outcome(receiver: Connection, rank: int) -> _RankOutcome:
     except EOFError:
         return _RankOutcome(rank, ok=False)
     return outcome
-
-
-Work = Callable[[Connection, int], None]
-"""What a rank does: gets the pipe for its outcome, and its rank."""
-
-
-def _prepare_forked_process(sender: Connection, rank: int, work: Work) -> BaseProcess:
-    return multiprocessing.get_context("fork").Process(target=_run_forked, args=(sender, rank, work))
-
-
-def _run_forked(sender: Connection, rank: int, work: Work) -> None:
-    gc.freeze()  # what the parent left is neither looked through nor, by that, copied: a third of a short test's time
-    torch.set_num_threads(1)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    work(sender, rank)
-
-
-def _prepare_gpu_process(sender: Connection, rank: int, work: Work) -> BaseProcess:
-    """Make a process that may use CUDA: forked from a server that never has, unlike perhaps this process."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "hpc_train.runtime.start", "hpc_train.config.compose"])
-    return context.Process(target=_run_on_gpu, args=(sender, rank, cloudpickle.dumps(work)))
-
-
-def _run_on_gpu(sender: Connection, rank: int, work: bytes) -> None:
-    torch.set_num_threads(1)
-    cloudpickle.loads(work)(sender, rank)
 
 
 def _call(

@@ -20,6 +20,7 @@ from base_configs import compose_from_base
 from hypothesis import settings
 
 from hpc_train.config import compose
+from hpc_train.testing import DEVICE_VARIABLE, start_gpu_server
 
 torch.set_num_threads(1)
 
@@ -29,6 +30,9 @@ settings.load_profile("patient")
 
 # Here and not in a fixture: many cases are composed while tests are collected.
 compose.hydra_compose = compose_from_base
+
+if os.environ.get(DEVICE_VARIABLE) == "cuda":
+    start_gpu_server()  # before the first test, which would otherwise leave a process behind
 
 # A shell that starts the tests in the background has them, and all that they start, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -6,13 +6,16 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from hpc_train import testing
 from hpc_train.config.parallel import ParallelConfig
+from hpc_train.errors import UserError
 from hpc_train.interfaces import World
 from hpc_train.testing import RankFailure, run_ranks
 
@@ -129,3 +132,35 @@ def test_nothing_is_left_open() -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     run_ranks(rank_sum, 2, 0.0)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+@pytest.fixture
+def _server_ends() -> Iterator[None]:
+    """End the server of ranks and what Python starts beside it; Python has no public way."""
+    yield
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("_server_ends")
+def test_ranks_on_gpus_come_from_a_server_and_get_closures_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here they compute on the CPU; all but the device is as on GPUs."""
+    monkeypatch.setattr(testing, "_choose_process", lambda: testing.prepare_gpu_process)
+    seen = [17]
+
+    def append(world: World) -> tuple[list[int], float]:
+        seen.append(world.rank)
+        return seen, rank_sum(world, 0.5)
+
+    assert run_ranks(append, 2) == [([17, 0], 2.0), ([17, 1], 2.0)]
+    assert seen == [17]
+
+
+@pytest.mark.parametrize(
+    ("device", "says"), [("cuda", "torch sees no GPU here"), ("gpu", "HPC_TRAIN_TEST_DEVICE=gpu: choose cpu or cuda")]
+)
+def test_a_device_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch, device: str, says: str) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setenv(testing.DEVICE_VARIABLE, device)
+    with pytest.raises(UserError, match=says):
+        run_ranks(rank_sum, 2, 0.5)

@@ -16,13 +16,14 @@ import torch.distributed as dist
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
 from hpc_train.garbage_collection import collect_at_steps
-from hpc_train.interfaces import World
+from hpc_train.interfaces import Task, World
 from hpc_train.runtime.device_settings import (
     LAZY_GLOO_FROM,
     choose_allocator_settings,
     choose_gloo_settings,
     choose_group_options,
     keep_memory_of_steps,
+    separate_ranks_on_one_gpu,
 )
 from hpc_train.step_clock import StepPart
 from hpc_train.testing import run_ranks
@@ -186,3 +187,28 @@ def test_a_rank_on_a_cpu_keeps_what_a_step_frees_unless_the_user_has_set_otherwi
     monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=mallopt))
     keep_memory_of_steps(device, env)
     assert seen == [(-3, 32 << 20), (-1, 1 << 30)] * changed
+
+
+def _make_task(process: int, store: dist.Store, host: str = "node1") -> Task:
+    return Task(
+        process=process, processes=4, local=process, node=0, nodes=1, launcher="testing", host=host, store=store
+    )
+
+
+def test_ranks_that_share_a_gpu_are_hosts_of_their_own_for_nccl(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the ranks on one GPU, the first stays on its host. A start again on the same store changes nothing."""
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid=f"gpu-{device.index}"))
+    store = dist.HashStore()
+    for _ in range(2):
+        ids = []
+        for process, index in enumerate((0, 1, 0, 1)):
+            env: dict[str, str] = {}
+            separate_ranks_on_one_gpu(_make_task(process, store), torch.device("cuda", index), env)
+            ids.append(env.get("NCCL_HOSTID"))
+        assert ids == [None, None, "node1-2", "node1-3"]
+    assert "several ranks share a GPU" in caplog.text
+    env = {}
+    separate_ranks_on_one_gpu(_make_task(3, store, "node2"), torch.device("cuda", 0), env)
+    assert not env, "the same number on another node is another GPU"
