@@ -71,7 +71,20 @@ def _number(lowest: float, highest: float) -> Callable[[str], float]:
     return parse
 
 
+def _check_sampling(args: argparse.Namespace) -> None:
+    """Raise UserError for limits of sampling where nothing is sampled."""
+    from hpc_train.errors import UserError
+
+    for option, is_set in (("--top-k", args.top_k > 0), ("--top-p", args.top_p < 1)):
+        if is_set and args.temperature == 0:
+            raise UserError(
+                f"{option}: has no effect without sampling: the likeliest token is taken; add --temperature 1, or "
+                f"leave out {option}"
+            )
+
+
 def _generate(args: argparse.Namespace) -> int:
+    _check_sampling(args)
     prompts = _check_prompts(args.prompt) if args.prompt else _read_prompts(Path(args.file))
     from hpc_train.cli.output import print_json
     from hpc_train.inference.generate import GenerateOptions, generate_texts

@@ -33,7 +33,7 @@ from hpc_train.planner.find_candidates import (
     make_search_base,
 )
 from hpc_train.planner.model.fabric import first_nodes
-from hpc_train.planner.model.from_config import jobs_from_config, list_assumptions
+from hpc_train.planner.model.from_config import check_adapters_are_counted, jobs_from_config, list_assumptions
 from hpc_train.planner.ranking import (
     explain_no_candidate,
     find_pareto_front,
@@ -214,6 +214,7 @@ def _plan_decoder(
 ) -> Plan:
     """Plan a decoder of transformers by its shape, and leave out what its own rules refuse."""
     config = replace(request.config, model=describe_decoder(model))
+    check_adapters_are_counted(config)
     fixed = request.fixed
     if request.complete:
         for ranks in request.ranks:

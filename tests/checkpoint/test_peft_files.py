@@ -186,7 +186,8 @@ def test_adapters_that_do_not_fit(tmp_path: Path) -> None:
         body = {"peft_type": "LORA", "r": a[0], "lora_alpha": 8, **settings}
         (tmp_path / "adapter_config.json").write_text(json.dumps(body))
 
-    assert "adapter_config.json: cannot be read (FileNotFoundError)" in refuse(tmp_path)
+    assert f"adapter.path={tmp_path}: has no adapter_config.json; give a folder that PEFT saved" in refuse(tmp_path)
+    assert "no such folder; give a folder that PEFT saved" in refuse(tmp_path, f"adapter.path={tmp_path}/no")
     write((8, 32), (32, 8), peft_type="IA3")
     assert "peft_type is 'IA3'; only LORA" in refuse(tmp_path)
     write((8, 32), (32, 8), modules_to_save=["lm_head"])

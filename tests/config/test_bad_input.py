@@ -115,6 +115,10 @@ VALUES = [
     ("train train.micro_batch=32", "train.micro_batch=32: larger than train.global_batch=16; ..."),
     ("train optim.lr_scaling=sqrt", "optim.lr_scaling=sqrt: needs optim.base_batch, ..."),
     ("train checkpoint.resume=foo", "checkpoint.resume=foo: must be auto, never, a step, or the path of a checkpoint"),
+    (
+        "train checkpoint.resume=a_run",
+        "checkpoint.resume=a_run: must be ...; for the folder a_run write checkpoint.resume=./a_run",
+    ),
     ("train checkpoint.ranks_per_file=-1", "checkpoint.ranks_per_file=-1: must be >= 0"),
     (
         "train checkpoint.ranks_per_file=2 checkpoint.incremental=true",
@@ -241,6 +245,8 @@ COMMANDS = [
     ("data inspect no.h5", "no token store at no.h5: build one with ..."),
     ("data inspect a_file", "a_file cannot be read as a token store: make one with ..."),
     ("bench step --rounds x", "argument --rounds: invalid int value: 'x'; see `hpc-train bench step --help`"),
+    ("generate a_run --prompt x --top-k 3", "--top-k: has no effect without sampling: ...; add --temperature 1, ..."),
+    ("generate a_run --prompt x --top-p 0.9", "--top-p: has no effect without sampling: ...; add --temperature 1, ..."),
     ("completion ksh", "argument shell: invalid choice: 'ksh' ...; see `hpc-train completion --help`"),
 ]
 TABLE = [*KEYS, *CHOICES, *FORMS, *TYPES, *VALUES, *DEGREES, *DATA, *PLACES, *COMMANDS]

@@ -11,6 +11,7 @@ import unicodedata
 from collections.abc import Collection
 from dataclasses import fields, is_dataclass
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from hpc_train.config.checks.secret_variables import is_secret_name
@@ -222,7 +223,8 @@ def _check_resume(config: RunConfig) -> None:
     resume = config.checkpoint.resume
     if resume in ("auto", "never") or resume.isdigit() or "/" in resume:
         return
-    raise UserError(f"checkpoint.resume={resume}: must be auto, never, a step, or the path of a checkpoint")
+    hint = f"; for the folder {resume} write checkpoint.resume=./{resume}" if Path(resume).is_dir() else ""
+    raise UserError(f"checkpoint.resume={resume}: must be auto, never, a step, or the path of a checkpoint{hint}")
 
 
 def _check_sharing(config: RunConfig) -> None:

@@ -110,18 +110,10 @@ def _make_adapter_columns(config: RunConfig) -> dict[str, float]:
     adapter, model = config.adapter, config.model
     if adapter.kind == "none":
         return {}
-    if not isinstance(model, TransformerConfig) or model.experts.count or has_latent_attention(model):
-        raise UserError(
-            f"adapter={adapter.kind}: the planner counts adapters of dense transformers only, and model={model.name} "
-            "is none; choose the degrees yourself, and count their memory with hpc-train plan rehearse"
-        )
-    if adapter.base == "nf4" and not isinstance(model, CountedTransformer):
+    check_adapters_are_counted(config)
+    assert isinstance(model, TransformerConfig)
+    if adapter.base == "nf4":
         raise UserError(explain_missing_base(model))
-    if isinstance(model, CountedTransformer) and (adapter.targets or adapter.base == "nf4"):
-        raise UserError(
-            f"adapter={adapter.kind}: of models of transformers the planner counts adapters on all linear layers over "
-            "weights of 16 bits or more; leave out adapter.targets and adapter.base, or choose the degrees yourself"
-        )
     width = compute_head_dim(model)
     shapes = list_linear_shapes(
         model.hidden,
@@ -134,6 +126,30 @@ def _make_adapter_columns(config: RunConfig) -> dict[str, float]:
     chosen = [name for name in shapes if not adapter.targets or _is_target(name, adapter.targets)]
     columns = make_adapter_columns(shapes, chosen, adapter.rank, dora=adapter.kind == "dora")
     return {**columns, "frozen_bytes": ELEMENT_BYTES["bf16"] if adapter.base == "bf16" else 0}
+
+
+def check_adapters_are_counted(config: RunConfig) -> None:
+    """Raise UserError for adapters whose memory the planner does not know."""
+    adapter, model = config.adapter, config.model
+    if adapter.kind == "none":
+        return
+    if not isinstance(model, TransformerConfig) or model.experts.count or has_latent_attention(model):
+        raise UserError(
+            f"adapter={adapter.kind}: the planner counts adapters of dense transformers only, and model={model.name} "
+            "is none; choose the degrees yourself, and count their memory with hpc-train plan rehearse"
+        )
+    if not isinstance(model, CountedTransformer):
+        return
+    if adapter.targets:
+        raise UserError(
+            "adapter.targets: of models of transformers the planner counts adapters on all linear layers; leave it "
+            "out, or choose the degrees yourself"
+        )
+    if adapter.base == "nf4":
+        raise UserError(
+            "adapter.base=nf4: the planner counts frozen weights of 16 bits or more; use adapter.base=bf16, or choose "
+            "the degrees yourself"
+        )
 
 
 def _is_target(name: str, targets: Sequence[str]) -> bool:

@@ -150,6 +150,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG_FILE
     try:
         config = read_bounded_json(file)
+    except FileNotFoundError:
+        lack = f"has no {CONFIG_FILE}" if folder.is_dir() else "no such folder"
+        raise UserError(f"adapter.path={folder}: {lack}; give a folder that PEFT saved") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{file}: cannot be read ({type(error).__name__}); give a folder that PEFT saved") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
