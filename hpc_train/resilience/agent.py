@@ -5,8 +5,10 @@ It opens no port and reads nothing from shared storage. It obeys lines on its st
 its node to save and stop, `stacks` asks them for their stacks, `kill` kills them, `end` lets it end after the ranks,
 `leave` lets it end before them. If its standard input ends without such a line, the supervisor was killed: the agent
 then stops reporting, and leaves the ranks' entries to the agent of the next supervisor. An agent that hears nothing,
-not even `ping`, runs the command of its settings that looks after the job, and ends once its ranks have. Standard
-library only.
+not even `ping`, runs the command of its settings that looks after the job, and ends once its ranks have.
+
+Stop signals come to every step of a job. An agent reports that it has got one: ranks that fail, or hang, before they
+have agreed on their last step cannot say so. Standard library only.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from hpc_train.resilience.watch import (
     read_process_state,
     seconds_to_next_look,
 )
+from hpc_train.runtime.stop_request import STOP_SIGNALS
 
 REPORT_SECONDS = 1.0
 """Seconds between two reports."""
@@ -81,6 +84,8 @@ class Report:
     """Deadlines.learned."""
     machine: dict[str, Any] = field(default_factory=dict)
     """incident.read_machine; {} while no rank is late."""
+    stop: str = ""
+    """Name of the signal that asked all steps of the job to stop."""
 
 
 def encode_report(report: Report) -> str:
@@ -91,7 +96,7 @@ def encode_report(report: Report) -> str:
     ]
     learned = {phase.name: round(seconds, 3) for phase, seconds in report.learned.items()}
     fields = {"host": report.host, "ranks": rows, "notice": report.notice, "blind": report.blind, "learned": learned}
-    fields["machine"] = report.machine
+    fields |= {"machine": report.machine, "stop": report.stop}
     return json.dumps(fields, separators=(",", ":"))
 
 
@@ -113,7 +118,8 @@ def decode_report(line: str) -> Report | None:
             for task, phase, step, silent, deadline, state in value["ranks"]
         ]
         learned = {Phase[name]: float(seconds) for name, seconds in value["learned"].items()}
-        return Report(host, views, str(value["notice"]), str(value["blind"]), learned, dict(value["machine"]))
+        notice, blind, stop = (str(value[name]) for name in ("notice", "blind", "stop"))
+        return Report(host, views, notice, blind, learned, dict(value["machine"]), stop)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -133,18 +139,25 @@ def run_agent(logs: Path, settings: dict[str, Any]) -> None:
     host, due = name_this_node(), 0.0
     limits = make_hang_limits(settings["hang"], settings["compiles"], settings["last_try"])
     watch = NodeWatch(logs, limits, learned=learned)
-    notices, notice, overdue = NoticeWatch(**settings["notice"]), "", False
+    notices, notice, overdue, stop = NoticeWatch(**settings["notice"]), "", False, ""
     supervisor = SupervisorWatch(settings.get("without_supervisor", []))
+
+    def report() -> None:
+        machine = read_machine() if overdue else {}
+        learned = watch.deadlines.learned()
+        # One unbuffered write a line: the supervisor never reads half a report of an agent that was killed.
+        line = encode_report(Report(host, views, notice, notices.failure or "", learned, machine, stop))
+        os.write(1, line.encode() + b"\n")
+
     while True:
         views = watch.look()
         notice = notice or notices.poll() or ""
         before, overdue = overdue, any(view.overdue for view in views)
-        if time.monotonic() >= due or overdue > before:  # a rank that has just become overdue does not wait
+        told, stop = stop, find_stop_signal()
+        # What is new about a rank that is overdue, or a stop, does not wait.
+        if time.monotonic() >= due or overdue > before or stop != told:
             due = time.monotonic() + REPORT_SECONDS
-            machine = read_machine() if overdue else {}
-            report = Report(host, views, notice, notices.failure or "", watch.deadlines.learned(), machine)
-            # One unbuffered write a line: the supervisor never reads half a report of an agent that was killed.
-            os.write(1, encode_report(report).encode() + b"\n")
+            report()
         readable, _, _ = select.select([0], [], [], seconds_to_next_look(views))
         forgotten = not readable and supervisor.has_left(views)
         if not readable and not forgotten:
@@ -159,6 +172,9 @@ def run_agent(logs: Path, settings: dict[str, Any]) -> None:
         if KILL in messages:
             kill_ranks(logs)
         if not messages or END in messages or LEAVE in messages:
+            told, stop = stop, find_stop_signal()
+            if readable and messages and stop != told:
+                report()
             notices.close()
             if LEAVE not in messages:
                 _remove_entries_at_end(logs, supervisor_is_gone=not messages)
@@ -215,11 +231,18 @@ def _wait_for_ranks(logs: Path) -> None:
         time.sleep(LOOK_SECONDS)
 
 
+def find_stop_signal() -> str:
+    """Return the name of a stop signal that this process has got and blocks; "" if there is none."""
+    return next((number.name for number in STOP_SIGNALS if number in signal.sigpending()), "")
+
+
 def main(logs: str, settings: str) -> int:
     """Watch until there is no supervisor to report to."""
-    # These go to all steps of the job: they are meant for the ranks.
-    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+    # These go to all steps of the job: they are meant for the ranks. Stop signals wait here for ever, as do those of
+    # the commands that an agent starts.
+    for number in (signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         run_agent(Path(logs), json.loads(settings))
     except BrokenPipeError:

@@ -265,6 +265,38 @@ def test_an_agent_that_nobody_ends_leaves_after_its_ranks(tmp_path: Path, with_a
     assert not find_folder(tmp_path).exists()
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_an_agent_reports_a_stop_signal_also_as_it_ends(tmp_path: Path, ends: bool) -> None:
+    """Ranks that fail before they have agreed on their last step cannot say that they were asked to stop."""
+    beat = Heartbeat(tmp_path, 0)
+    with subprocess.Popen([sys.executable, "-c", AGENT, str(tmp_path)], stdin=-1, stdout=-1) as agent:
+        assert agent.stdin is not None
+        assert agent.stdout is not None
+        assert json.loads(agent.stdout.readline())["stop"] == ""
+        agent.send_signal(signal.SIGTERM)
+        while not ends and json.loads(agent.stdout.readline())["stop"] != "SIGTERM":
+            pass
+        agent.stdin.write(END)
+        agent.stdin.flush()
+        rest = [json.loads(line)["stop"] for line in agent.stdout]
+        assert not ends or rest[-1] == "SIGTERM"
+        assert agent.wait(60) == 0
+    del beat
+
+
+def test_what_agents_report_as_they_end_is_read(tmp_path: Path) -> None:
+    last = encode_report(Report("node1", [], stop="SIGUSR2"))
+    words = ["sh", "-c", f"echo '{encode_report(Report('node1', []))}'; read order; echo '{last}'"]
+    made = AgentReports(
+        lambda _: subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE), SrunErrors(tmp_path / "err")
+    )
+    made.read(0.2)
+    assert made.nodes
+    assert made.stop_signal == ""
+    made.close()
+    assert made.stop_signal == "SIGUSR2"
+
+
 def test_an_agent_that_hears_nothing_finds_out_whether_the_job_has_lost_its_supervisor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

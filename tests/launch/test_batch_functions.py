@@ -16,7 +16,7 @@ from hpc_train.launch.callables.calls import ELEMENT_VARIABLE, SHARED_CALL_VARIA
 from hpc_train.launch.callables.stop_signals import SIGNAL_SECONDS_VARIABLE, requeue_marker_name
 from hpc_train.launch.local.node_sharing import SHARE_VARIABLE
 from hpc_train.launch.rank_entrypoint import ATTEMPT_VARIABLE
-from hpc_train.launch.recovery.failures import SRUN_ERRORS, find_first_error
+from hpc_train.launch.recovery.failures import SRUN_ERRORS, STOP_ASKED, find_first_error
 from hpc_train.launch.slurm.batch_script import shell_functions
 from hpc_train.launch.slurm.request import make_request
 from hpc_train.launch.slurm.sbatch import render_script
@@ -200,6 +200,28 @@ def test_a_job_that_slurm_itself_puts_back_leaves_out_nodes_with_strikes(
     assert run_functions(change) == asked
     (tmp_path / "logs/cancel-7").touch()
     assert run_functions(change) == ""
+
+
+def test_a_job_that_was_cancelled_does_not_wait_until_it_can_be_changed(tmp_path: Path) -> None:
+    """squeue says of it what it says of one that was preempted. Here the words of Slurm 22.05 for both."""
+    cases = {"Requested operation is presently disabled": 50, "Job has already finished for job 7": 1}
+    for said, times in cases.items():
+        calls = tmp_path / said.replace(" ", "-")
+        scontrol = f'scontrol() {{ echo x >>{calls}; echo "{said}" >&2; return 1; }}; sleep() {{ :; }}'
+        assert run_functions(f"{scontrol}; job=7 changes=(ExcNodeList=node2); change_job; echo $?") == "1"
+        assert calls.read_text().count("x") == times
+
+
+def test_ranks_do_not_start_again_where_the_script_was_asked_to_stop(tmp_path: Path) -> None:
+    """Also where the signal comes as the decision is made."""
+    settings = f"hpc_chain=1 hpc_max_attempts=3 job=7 run={tmp_path} logs={tmp_path}; decide() {{ decision; }}"
+    settings += "; squeue() { echo RUNNING; }; timeout() { :; }; pass_stop_signals_on"
+    shown = 'decide_after_fault ""; echo "$next $why"'
+    assert run_functions(f"decision() {{ return 0; }}; {settings}; {shown}") == "restart"
+    assert run_functions(f"decision() {{ kill -TERM $$; }}; {settings}; {shown}") == "requeue asked to stop"
+    assert not (tmp_path / STOP_ASKED).exists()
+    told = f"decision() {{ ls {tmp_path}; }}; {settings}; kill -TERM $$; {shown}"
+    assert run_functions(told).splitlines() == [STOP_ASKED, "requeue asked to stop"]
 
 
 def test_where_a_full_disk_has_no_room_for_the_chosen_nodes_lost_ones_are_not_taken(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from hpc_train.errors import IncompleteRun, MissingRanksError
 from hpc_train.launch import rank_entrypoint
 from hpc_train.launch.job_spec import make_spec
 from hpc_train.launch.recovery import restarting
-from hpc_train.launch.recovery.failures import SRUN_ERRORS
+from hpc_train.launch.recovery.failures import SRUN_ERRORS, STOP_ASKED
 from hpc_train.launch.recovery.restarting import Allocation, decide_after_failure
 from hpc_train.launch.slurm.request import make_request
 from hpc_train.launch.submit import default_to_slurm
@@ -199,6 +200,39 @@ def test_a_node_that_was_lost_before_an_attempt_is_not_why_it_failed(
     decide_after_failure(config, folder, 0, 137, 0, Allocation((*NODES_OF_THE_JOB, "node4"), lost, 2))
     (event,) = (event for event in lines(folder.events) if event["event"] == "restart")
     assert (event["cause"], event["host"]) == (cause, host)
+
+
+ASKED = Allocation((*NODES_OF_THE_JOB, "node4"), (), 2, can_requeue=True)
+
+
+@pytest.mark.parametrize(
+    ("by", "allocation", "action"),
+    [
+        ("", ASKED, "restarted"),
+        ("signal", ASKED, "requeued"),
+        ("signal", replace(ASKED, lost=("node2",)), "requeued"),
+        ("signal", replace(ASKED, can_requeue=False), "ended"),
+        ("signal", replace(ASKED, can_requeue=False, enough_time=False), "restarted"),
+        ("notice", ASKED, "requeued"),
+        ("notice", replace(ASKED, lost=("node2",)), "restarted"),
+        ("notice", Allocation(), "restarted"),
+    ],
+)
+def test_ranks_that_fail_after_they_were_asked_to_stop_do_not_start_again_in_this_job(
+    tmp_path: Path, by: str, allocation: Allocation, action: str
+) -> None:
+    """Also where they had not yet agreed on their last step.
+
+    Unless the node that was to be taken away is gone and a spare is there, or the job can save only here.
+    """
+    folder = RunDirectory(tmp_path, tmp_path / "checkpoints")
+    fail(folder, 0)
+    if by == "signal":
+        (folder.logs(0) / STOP_ASKED).touch()
+    elif by == "notice":
+        append_event(folder.events, "notice", 0, why="node2 is about to be taken away")
+    config = compose(default_to_slurm(["checkpoint.every=10"]))
+    assert decide_after_failure(config, folder, 0, 137, 0, allocation).action.value == action
 
 
 @pytest.mark.parametrize(("asked", "action"), [("", "restarted"), ("SIGUSR2", "requeued")])

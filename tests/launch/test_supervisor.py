@@ -14,7 +14,7 @@ import pytest
 
 from hpc_train.config.compose import compose
 from hpc_train.config.plain_config import config_to_dict
-from hpc_train.launch.recovery.failures import LOST_NODES, SRUN_ERRORS
+from hpc_train.launch.recovery.failures import LOST_NODES, SRUN_ERRORS, STOP_ASKED
 from hpc_train.launch.slurm.supervisor import agent_reports, supervise
 from hpc_train.launch.slurm.supervisor.allowed_losses import LEFT_TO_OTHERS, AllowedLosses
 from hpc_train.launch.slurm.supervisor.job_steps import LEFT_SRUN
@@ -218,6 +218,16 @@ def test_a_node_that_cannot_see_notices_is_said_once(
     (event,) = events(tmp_path)
     assert event["event"] == "watch"
     assert "whether node1 is about to be taken away: curll: No such file or directory" in event["why"]
+
+
+@pytest.mark.parametrize("stop", ["", "SIGTERM"])
+def test_a_stop_that_an_agent_has_seen_is_written_down(
+    start: Start, tmp_path: Path, srun: subprocess.Popen[bytes], stop: str
+) -> None:
+    supervisor = start([replace(report("node1"), stop=stop)], NODES[:1])
+    with subprocess.Popen(["sh", "-c", f"sleep 0.7; kill {srun.pid}"]):
+        supervisor.watch([])
+    assert (tmp_path / "logs" / "0" / STOP_ASKED).exists() == bool(stop)
 
 
 def test_what_a_supervisor_has_decided_is_done_by_the_next_one(start: Start, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -266,6 +267,28 @@ def test_a_rank_that_dies_in_the_save_of_a_stop_is_counted_and_the_job_is_requeu
     assert (restart["cause"], restart["host"], restart["action"]) == ("a rank was killed", host, "requeued")
     assert restart["why"].startswith("going on from step 20 as its ranks were to stop, by a requeue (restart 1 of 3")
     assert [(strike["host"], strike["weight"]) for strike in lines(run / "nodes.jsonl")] == [(host, 1)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", ["kill", "node", "hang"])
+def test_ranks_that_fail_before_they_agree_to_stop_do_not_start_again_in_the_same_job(
+    slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path, fault: str
+) -> None:
+    """The signal comes while one of them holds; then it is killed, its node loses its power, or it is found to hang."""
+    run = tmp_path / "run"
+    words = ["launch.spares=1", "resilience.hang.first_step_seconds=12"]
+    job = start(run, settings, *words, faults="1:train:33:hold")
+    wait_until("the hold", lambda: (tmp_path / "1:train:33:hold").exists())
+    host = hosts_of(run)[1]
+    slurm_cluster.command("scancel", "--signal=TERM", job)
+    if fault == "kill":
+        os.kill(pid_of_task(run, 1), signal.SIGKILL)
+    with slurm_cluster.powered_off(host) if fault == "node" else nullcontext():
+        slurm_cluster.wait_for_state(job, "COMPLETED", timeout=240)
+    assert_same_result(run, undisturbed, STEPS)
+    (event,) = (event for event in lines(run / "events.jsonl") if event["event"] == "restart")
+    assert (event["host"], event["action"]) == (host, "requeued")
+    assert "as its ranks were to stop" in event["why"]
 
 
 def test_a_lost_node_is_left_out_when_the_job_comes_back(

@@ -31,6 +31,9 @@ ended when it ended the others."""
 LOST_NODES = "lost-nodes"
 """File that the supervisor writes in an attempt's log directory: the names of nodes that fell silent, a line each. The
 batch script reads it, too."""
+STOP_ASKED = "stop-asked"
+"""File in an attempt's log directory: the job was asked to save and stop. The supervisor makes it, or the batch
+script."""
 _SRUN_LINE = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)")
 _OUT_OF_MEMORY = re.compile(r"srun: error: (?P<host>\S+): tasks? [\d,-]+: Out Of Memory")
 """Slurm prints this for all tasks of a node that end at that moment, so it does not tell which one ran out of memory.

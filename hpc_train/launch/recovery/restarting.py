@@ -25,7 +25,7 @@ from hpc_train.launch.command_output import print_to_job_log
 from hpc_train.launch.job_spec import read_spec
 from hpc_train.launch.recovery.crashing_checkpoints import FailedLoad, list_unmarked_steps, respond_to_failed_load
 from hpc_train.launch.recovery.elastic import find_smaller_size
-from hpc_train.launch.recovery.failures import EXIT_CODES, FirstError, find_first_error
+from hpc_train.launch.recovery.failures import EXIT_CODES, STOP_ASKED, FirstError, find_first_error
 from hpc_train.launch.slurm.supervisor.time_limit import OUT_OF_TIME, SLURM_EARLY_SECONDS, read_time_left
 from hpc_train.launch.state.attempts import read_attempt
 from hpc_train.launch.state.run_facts import read_events
@@ -117,7 +117,7 @@ def decide_after_failure(
     at_fault = Fault(Cause.CHECKPOINT) if failed_load is not None and failed_load.passed_over else fault
     record_strikes(folder.path, attempt, at_fault, allocation)
     choice = choose_nodes(config, folder, allocation) if allocation.nodes else None
-    stopping = "signal" in latest or (logs / REQUEUE_MARKER).exists()
+    stopping = _have_to_stop(logs, latest, fault, allocation)
     policy = _make_policy(config, allocation, choice, stopping, failed_load)
     decision = decide_after_fault(fault, read_history(events, attempt, first_attempt, saved), saved, policy)
     if failed_load is not None and failed_load.why:
@@ -129,6 +129,19 @@ def decide_after_failure(
     if choice is not None and config.resilience.act:
         _write_nodes(logs, choice)
     return decision
+
+
+def _have_to_stop(logs: Path, latest: Mapping[str, Any], fault: Fault, allocation: Allocation) -> bool:
+    """Return whether the ranks were to stop, also if they failed before they had agreed on their last step.
+
+    latest: the newest event of each kind of the attempt.
+    """
+    if "signal" in latest or (logs / REQUEUE_MARKER).exists():
+        return True
+    # If a node was lost, it may be the one that was announced to be taken away: a spare can take over.
+    asked = (logs / STOP_ASKED).exists() or ("notice" in latest and fault.cause is not Cause.LOST_NODE)
+    # A job that may not be requeued can still save before its time limit, which the signal may announce.
+    return asked and bool(allocation.nodes) and (allocation.can_requeue or allocation.enough_time)
 
 
 def _make_policy(

@@ -382,12 +382,14 @@ report_end() {
   fi
 }
 
-# decide_after_fault LOST: start again in this job, go back to the queue without the nodes that are to blame, or end.
+# decide_after_fault LOST: start again in this job, go back to the queue without the nodes that are to blame, or end. Ranks
+# that were to stop do not start again, also if they fail before they have agreed on that, or if the signal comes now.
 decide_after_fault() {
+  [ -z "$stop_asked" ] || { : >"$logs/stop-asked"; } 2>/dev/null
   lost_nodes="$(tr -s ' ' '\n' <<<"$lost_nodes $1" | sed '/^$/d' | sort -u | paste -sd ' ')"
   decide "$lost_nodes"
   case $? in
-    0) next=restart ;;
+    0) if [ -n "$stop_asked" ]; then stopped=1 why="asked to stop"; else next=restart; fi ;;
     "$exit_requeue") stopped=1 why="${why:-$(read_decision)}" ;;
     "$exit_no_requeue") code="$exit_no_requeue" why="$(read_decision)" stopped="" ;;
     *) ;; # a node that is lost has nothing to do with the program, also where nobody can decide
@@ -494,9 +496,11 @@ change_requeued_job() {
 
 # change_job: make the `changes` of this job, as soon as Slurm takes them.
 change_job() {
+  local error
   [ "${#changes[@]}" -gt 0 ] || return 0
   for _ in {1..50}; do
-    scontrol update jobid="$job" "${changes[@]}" 2>/dev/null && return
+    { error="$(LC_ALL=C scontrol update jobid="$job" "${changes[@]}" 2>&1 1>&3 3>&-)" && return; } 3>&1
+    ! grep -qi 'already finished' <<<"$error" || break # it was cancelled
     sleep 0.1
   done
   return 1

@@ -13,6 +13,8 @@ slurm_patience=900
 
 job="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}}"
 job="${job:-$SLURM_JOB_ID}"
+# Whether this script was asked to stop, by a signal that came to it alone or to all processes of the job.
+stop_asked=""
 # Names a step that ends the script where it fails.
 doing=""
 
@@ -33,7 +35,7 @@ outlive_stop_signals() {
 
 # pass_stop_signals_on: the same, for a signal that came to the batch script alone, as by `scancel --batch`.
 pass_stop_signals_on() {
-  trap 'ask_ranks_to_stop >/dev/null 2>&1 &' TERM USR2
+  trap 'stop_asked=1; ask_ranks_to_stop >/dev/null 2>&1 &' TERM USR2
 }
 
 # ask_ranks_to_stop: by the signal that Slurm sends before a time limit. Where Slurm itself ends the job or requeues it, all

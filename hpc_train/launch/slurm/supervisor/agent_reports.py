@@ -85,6 +85,8 @@ class AgentReports:
     nodes: dict[str, NodeState] = field(default_factory=dict)
     ended: bool = False
     """Whether the agents have ended by themselves."""
+    stop_signal: str = ""
+    """Name of the first signal that has asked all steps of the job to stop."""
     _patience: float = _SILENT_START_SECONDS
     _reported: bool = False
     """Whether any of the current agents has reported."""
@@ -177,6 +179,7 @@ class AgentReports:
             report = decode_report(line.decode(errors="replace"))
             if report is not None:
                 self._reported = True
+                self.stop_signal = self.stop_signal or report.stop
                 self.nodes[self._find_name(report.host)] = NodeState(report, -TICK_SECONDS)
                 late = late or any(view.overdue for view in report.views)
         if self._reported:
@@ -285,7 +288,14 @@ class AgentReports:
                 os.killpg(self.process.pid, signal.SIGKILL)  # an srun that is stopped has a second process
             self.process.kill()
             self.process.wait()
+        self._read_rest()
         self.process.stdout.close()  # type: ignore[union-attr]
+
+    def _read_rest(self) -> None:
+        """Read what agents have reported as they ended."""
+        with suppress(OSError):
+            while data := os.read(self.process.stdout.fileno(), 1 << 16):  # type: ignore[union-attr]
+                self._parse_reports(data)
 
 
 @dataclass

@@ -21,7 +21,7 @@ from typing import Any
 
 from hpc_train.cluster.hostlist import expand_hostlist, list_task_hosts
 from hpc_train.launch.command_output import print_to_job_log
-from hpc_train.launch.recovery.failures import LOST_NODES, SRUN_ERRORS
+from hpc_train.launch.recovery.failures import LOST_NODES, SRUN_ERRORS, STOP_ASKED
 from hpc_train.launch.slurm.slurm_cli import current_job_id
 from hpc_train.launch.slurm.supervisor.agent_reports import (
     AGENT_ERRORS,
@@ -124,7 +124,7 @@ class Supervisor:
         self._start = StuckStart(logs, settings.limits.start)
         self._ended = EndedRanks(len(hosts))
         self._losses = AllowedLosses(logs, frozen["config"]["parallel"]["sync"]["lost_after_seconds"], hosts)
-        self._reported_start = self._reported_blind = self._reported_late_end = False
+        self._reported_start = self._reported_blind = self._reported_late_end = self._recorded_stop = False
         self._asked_to_end: float | None = None
         self._reported_lost: set[str] = set()
 
@@ -140,6 +140,7 @@ class Supervisor:
         try:
             while is_running(self._srun):
                 self._reports.read(TICK_SECONDS)
+                self._record_stop_signal()
                 self._look_after_agents()
                 if stop_signals:
                     self._report_late_end()
@@ -148,6 +149,13 @@ class Supervisor:
                     return
         finally:
             self._close(bool(stop_signals))
+
+    def _record_stop_signal(self) -> None:
+        """Write down that the job was asked to stop: its ranks do not start again after a fault."""
+        if self._reports.stop_signal and not self._recorded_stop:
+            self._recorded_stop = True
+            with suppress(OSError):
+                (self._logs / STOP_ASKED).touch(mode=0o600)
 
     def _look_after_agents(self) -> None:
         """Replace agents that have ended or all report nothing, and record what they cannot see and have learned."""
@@ -349,6 +357,7 @@ class Supervisor:
         if not stopped:  # a rank that outlives its srun would go on beside those of the next attempt
             self._reports.send(KILL)
         self._reports.close(END_SECONDS_WITHOUT_A_NODE if self._lost_a_node else END_SECONDS)
+        self._record_stop_signal()
         for errors in (self._reports.errors, self._failures.errors):
             errors.close()
         if self._srun_end is not None:
