@@ -73,6 +73,17 @@ def test_bounds_leave_out_nothing_that_matters(
     assert bounded.estimated < everything.estimated
 
 
+def test_what_may_fit_is_found_where_nothing_surely_fits() -> None:
+    stays = FixedColumns({"offload": (0.0,)})
+    bounded, everything = (
+        find(run(*SMALL, "cluster.gpu.memory_gib=14"), 2, exhaustive, stays) for exhaustive in (False, True)
+    )
+    assert (bounded.best.count, bounded.doubtful.count) == (0, 2)
+    assert rows(bounded.doubtful) == rows(everything.doubtful)
+    assert bounded.estimated < everything.estimated
+    assert find(run(*SMALL, "cluster.gpu.memory_gib=15"), 2, fixed=stays).doubtful.count == 0
+
+
 def test_no_mesh_is_found_by_chance() -> None:
     """Candidates slower than FRONT_SLACK times the best are left out: the order decides which of them are met."""
     found = find(run(*SMALL), 16, keep=1000).best

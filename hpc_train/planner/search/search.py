@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,6 +28,7 @@ from hpc_train.planner.model.memory import (
 )
 from hpc_train.planner.model.step_time import estimate_step_time
 from hpc_train.planner.search.space import (
+    LAYOUT_COLUMNS,
     TECHNIQUE_COLUMNS,
     Block,
     Columns,
@@ -66,7 +67,7 @@ class SearchResult:
     best: RatedCandidates
     """Candidates that surely fit, the best of each mesh. Step times have the handicap of unmeasured techniques."""
     doubtful: RatedCandidates
-    """Candidates that may fit, the best of each mesh."""
+    """Candidates that may fit, the best of each mesh; none if any candidate surely fits."""
     front: RatedCandidates
     """Pareto front of the candidates that surely fit: no other has less time and less memory."""
     searched: int
@@ -93,19 +94,19 @@ def search_space(
     """Find the best candidate of each of the `keep` best meshes, and the Pareto front."""
     keep_freed_memory(_KEPT_BYTES, os.environ)
     search = _Search(rest, constants, keep)
+    if exhaustive:
+        for block in iterate_blocks(space, CANDIDATES_AT_ONCE):
+            search.estimate_all(block)
+            search.searched += block.count
+        return search.result()
     # A bound rules out nothing before good times are known, so a small promising part is searched first. Its candidates
     # come again in the whole space and must not count twice.
-    if not exhaustive:
-        for block in iterate_blocks(_promising_part(space)):
-            search.estimate_within_bounds(block)
-        search.searched = 0
-    # With bounds most candidates of a block are dropped before they are estimated, so blocks may be larger.
-    for block in iterate_blocks(space, CANDIDATES_AT_ONCE if exhaustive else ROWS_AT_ONCE << 7):
-        search.searched += block.count
-        if exhaustive:
-            search.estimate_all(block)
-        else:
-            search.estimate_within_bounds(block)
+    for blocks in _group_blocks(iterate_blocks(_promising_part(space))):
+        search.estimate_within_bounds(blocks)
+    # Most candidates of a block are ruled out before they are estimated, so blocks may be larger.
+    for blocks in _group_blocks(iterate_blocks(space, ROWS_AT_ONCE << 7)):
+        search.estimate_within_bounds(blocks)
+        search.searched += sum(block.count for block in blocks)
     return search.result()
 
 
@@ -169,7 +170,7 @@ class _Search:
                 for column in (memory.total, memory.fits, time.step, time.spread)
             )
             fits_host = np.broadcast_to(fits_in_host_memory(self._rest, jobs, memory), jobs.shape).reshape(shape)
-            possible = (fits >= MAYBE) & (step <= self._slowest) & fits_host
+            possible = (fits >= (MAYBE if self._none_fits else YES)) & (step <= self._slowest) & fits_host
             row, technique = np.nonzero(possible.T)
             if len(row):
                 at = technique, row
@@ -187,28 +188,51 @@ class _Search:
         rows_across = {name: column[None, None] for name, column in rows.items()}
         return candidates_to_jobs(self._rest, {**rows_across, **columns}, share)
 
-    def estimate_within_bounds(self, block: Block) -> None:
-        """Estimate the candidates of a block that may be among the best or on the front."""
-        for rows in _slices(block.rows, ROWS_AT_ONCE):
-            # Time first: it is the cheaper bound and drops most rows. Memory is bounded only for the rest.
-            fastest = self._fastest(rows, block.techniques)
-            near = np.flatnonzero(fastest <= self._slowest)
-            if not len(near):
-                continue
-            rows, fastest = _take(rows, near), fastest[near]
-            memory, fits = self._leanest(rows, block.techniques)
-            sure = (fits == YES) & ((fastest <= self._sure.limit) | self._front.is_undominated(fastest, memory))
-            promising = sure | ((fits >= MAYBE) & (fastest <= self._maybe.limit))
-            self.estimate_all(Block(_take(rows, np.flatnonzero(promising)), block.techniques))
+    def estimate_within_bounds(self, blocks: Sequence[Block]) -> None:
+        """Estimate the candidates that may be among the best or on the front, of blocks with the same bounds."""
+        sizes = [len(block.rows["pp"]) for block in blocks]
+        rows = {name: np.concatenate([block.rows[name] for block in blocks]) for name in LAYOUT_COLUMNS}
+        block_of = np.repeat(np.arange(len(blocks)), sizes)
+        for start in range(0, len(block_of), ROWS_AT_ONCE):
+            part = _take(rows, np.arange(start, min(start + ROWS_AT_ONCE, len(block_of))))
+            near, fastest, memory, fits = self._bound_rows(part, blocks[0].techniques)
+            for number in np.unique(block_of[start + near]):
+                of_block = np.flatnonzero(block_of[start + near] == number)
+                promising = of_block[self._are_promising(fastest[of_block], memory[of_block], fits[of_block])]
+                self.estimate_all(Block(_take(part, near[promising]), blocks[number].techniques))
+
+    def _bound_rows(self, rows: Columns, techniques: Techniques) -> tuple[NDArray[np.intp], Column, Column, Column]:
+        """Return (rows that may matter, least seconds of each, least bytes, best verdict on fitting)."""
+        # The second bound is estimated only for the rows that the first one leaves. Until some candidate is known to
+        # fit, time rules out nothing; after that it is the cheaper bound, and drops most rows.
+        if self._none_fits:
+            memory, fits = self._leanest(rows, techniques)
+            near = np.flatnonzero(fits >= MAYBE)
+            return near, self._fastest(_take(rows, near), techniques), memory[near], fits[near]
+        fastest = self._fastest(rows, techniques)
+        near = np.flatnonzero(fastest <= self._slowest)
+        return near, fastest[near], *self._leanest(_take(rows, near), techniques)
+
+    def _are_promising(self, fastest: Column, memory: Column, fits: Column) -> NDArray[np.bool_]:
+        """Return which rows may be among the best or on the front, by their bounds."""
+        sure = (fits == YES) & ((fastest <= self._sure.limit) | self._front.is_undominated(fastest, memory))
+        maybe = (fits >= MAYBE) & (fastest <= self._maybe.limit)
+        promising: NDArray[np.bool_] = sure | maybe if self._none_fits else sure
+        return promising
 
     def _fastest(self, rows: Columns, techniques: Techniques) -> Column:
         """Return each row's step time with its fastest technique, [n]."""
         fastest = np.full(len(rows["pp"]), math.inf)
-        for number in _fastest_techniques(techniques):
+        for number in _fastest_techniques(techniques) if len(fastest) else ():
             self.estimated += len(fastest)
             jobs = candidates_to_jobs(self._rest, _with_technique(rows, techniques, number), techniques.share[number])
             fastest = np.minimum(fastest, estimate_step_time(jobs, self._constants).step)
         return fastest
+
+    @property
+    def _none_fits(self) -> bool:
+        """Whether no candidate is known to fit so far: only then do those matter that may fit."""
+        return math.isinf(self._sure.quickest)
 
     @property
     def _slowest(self) -> float:
@@ -217,6 +241,8 @@ class _Search:
 
     def _leanest(self, rows: Columns, techniques: Techniques) -> tuple[Column, Column]:
         """Return bounds of (least bytes with any technique, best verdict on fitting) of each row, [n]."""
+        if not len(rows["pp"]):
+            return np.empty(0), np.empty(0)
         lean = techniques.take(_leanest_techniques(techniques))
         memory = bound_memory_totals(self._combine(rows, lean), self._constants)
         return memory.total.min(axis=(0, 1)), memory.fits.max(axis=(0, 1))
@@ -242,11 +268,30 @@ class _Search:
         That time fell during the search. Slower candidates were estimated before it did, by chance: others of the same
         mesh may be better.
         """
-        best, maybe, front = (
-            found.take(np.flatnonzero(found.step <= self._slowest))
-            for found in (self._sure.ranked(), self._maybe.ranked(), self._pareto)
+        best, front = (
+            found.take(np.flatnonzero(found.step <= self._slowest)) for found in (self._sure.ranked(), self._pareto)
         )
-        return SearchResult(best, maybe, front, self.searched, self.estimated)
+        doubtful = self._maybe.ranked() if self._none_fits else no_candidates()
+        return SearchResult(best, doubtful, front, self.searched, self.estimated)
+
+
+def _group_blocks(blocks: Iterable[Block]) -> Iterator[list[Block]]:
+    """Yield the blocks in groups whose rows have the same bounding techniques, of about ROWS_AT_ONCE rows or more."""
+    # Blocks of few rows are many. Numpy takes longer to be called for each of them than to compute the bounds.
+    waiting: dict[bytes, list[Block]] = {}
+    for block in blocks:
+        group = waiting.setdefault(_identify_bounds(block.techniques), [])
+        group.append(block)
+        if sum(len(block.rows["pp"]) for block in group) >= ROWS_AT_ONCE:
+            yield list(group)
+            group.clear()
+    yield from filter(None, waiting.values())
+
+
+def _identify_bounds(techniques: Techniques) -> bytes:
+    """Return the values of the techniques that bound a row's time and memory."""
+    at = [*_fastest_techniques(techniques), -1, *_leanest_techniques(techniques)]
+    return np.stack([*techniques.columns.values(), techniques.share])[:, at].tobytes()
 
 
 def _fastest_techniques(techniques: Techniques) -> list[int]:
