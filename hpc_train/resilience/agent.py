@@ -63,6 +63,9 @@ PING_SECONDS = 3.0
 _UNSURE_SECONDS = 10.0
 """After how long without a message an agent finds out, every few seconds, whether the job has lost its supervisor."""
 _AGAIN_SECONDS = 5.0
+_STOPPED_ALONE_SECONDS = 7.0
+"""The same in a job that was asked to stop, as where its batch script was killed: Slurm waits for its agents, up to
+KillWait."""
 _ALONE_SECONDS = 60.0
 """After how long without a message an agent whose ranks have ended does so, too.
 
@@ -159,7 +162,7 @@ def run_agent(logs: Path, settings: dict[str, Any]) -> None:
             due = time.monotonic() + REPORT_SECONDS
             report()
         readable, _, _ = select.select([0], [], [], seconds_to_next_look(views))
-        forgotten = not readable and supervisor.has_left(views)
+        forgotten = not readable and supervisor.has_left(views, bool(stop))
         if not readable and not forgotten:
             continue
         # Several messages may arrive in one read, so each is searched for. No bytes mean end of file.
@@ -195,14 +198,18 @@ class SupervisorWatch:
         self._clock.tick()
         self._silent = self._due = 0.0
 
-    def has_left(self, views: Sequence[RankView]) -> bool:
-        """Return whether nobody will end this agent, whose ranks have ended; runs the command before. Never waits."""
+    def has_left(self, views: Sequence[RankView], stops: bool = False) -> bool:
+        """Return whether nobody will end this agent, whose ranks have ended; runs the command before. Never waits.
+
+        stops: whether the job was asked to stop.
+        """
         self._silent += self._clock.tick()
         if self._command is not None and self._command.poll() == EXIT_REQUEUE:
             return True  # else Slurm would wait for it, up to KillWait
         if self._silent > _UNSURE_SECONDS:
             self._find_out()
-        return self._silent > _ALONE_SECONDS and all(view.ended for view in views)
+        enough = _STOPPED_ALONE_SECONDS if stops and views else _ALONE_SECONDS
+        return self._silent > enough and all(view.ended for view in views)
 
     def _find_out(self) -> None:
         runs = self._command is not None and self._command.poll() is None

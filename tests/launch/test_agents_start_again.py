@@ -315,15 +315,19 @@ def test_an_agent_that_hears_nothing_finds_out_whether_the_job_has_lost_its_supe
     watch = SupervisorWatch(["look"])
     gone = [RankView(0, Phase.STEP, 1, 0.0, 10.0, GONE)]
 
-    def stay_silent(wait: float, views: list[RankView] = gone) -> bool:
+    def stay_silent(wait: float, views: list[RankView] = gone, stops: bool = False) -> bool:
         for _ in range(int(2 * wait)):
             seconds[0] += 0.5
-            left = watch.has_left(views)
+            left = watch.has_left(views, stops)
         return left
 
     for _ in range(20):
         assert not stay_silent(9)
         watch.hear()
+    assert not stay_silent(6.5, gone, stops=True), "two signs of life may come late"
+    assert stay_silent(1, gone, stops=True), "Slurm waits for it with the end of the job"
+    assert not stay_silent(1, [], stops=True), "its ranks may not have begun"
+    watch.hear()
     assert started == []
     assert not stay_silent(22)
     assert [words for _, words in started] == [["look"]] * 3, "every five seconds from the tenth on"
@@ -473,7 +477,7 @@ def test_a_second_supervisor_leaves_and_one_that_was_killed_can_be_replaced(tmp_
         assert first.stdout is not None
         assert first.stdout.readline() == b"True\n"
         second = subprocess.run(
-            [sys.executable, "-P", "-m", "hpc_train.launch.slurm.supervisor.supervise", logs, str(os.getpid())],
+            [sys.executable, "-P", "-m", "hpc_train.launch.slurm.supervisor.supervise", logs, *[str(os.getpid())] * 2],
             capture_output=True,
             text=True,
             check=True,

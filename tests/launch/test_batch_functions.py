@@ -288,8 +288,11 @@ def test_a_supervisor_that_is_killed_or_stopped_is_started_again_as_long_as_ther
         *) kill -9 $$ ;;
       esac"""
     quick = "sleep() { command sleep 0.02; }"
-    lines = f"{quick}; logs={tmp_path} hpc_watch=(bash -c '{watcher}'); keep_watching $$ 2>/dev/null; wc -l <{calls}"
-    assert run_functions(lines) == "17"
+    words = f"logs={tmp_path} hpc_watch=(bash -c '{watcher}')"
+    assert run_functions(f"{quick}; {words}; keep_watching $$ 2>/dev/null; wc -l <{calls}") == "17"
+    script = run_functions(f"logs={tmp_path} hpc_watch=(echo); echo $$; sleep 9 & keep_watching $! & wait $!; kill %1")
+    shell, watched = script.splitlines()
+    assert watched.split()[2] == shell, "the supervisor learns which process the script is"
     calls.unlink()
     gone = f"{quick}; logs={tmp_path} hpc_watch=(bash -c 'echo x >>{calls}; kill -9 $$'); (exit 0) & wait"
     assert run_functions(f"{gone}; keep_watching $! 2>/dev/null; ls {tmp_path}") == ""

@@ -230,6 +230,23 @@ def test_a_stop_that_an_agent_has_seen_is_written_down(
     assert (tmp_path / "logs" / "0" / STOP_ASKED).exists() == bool(stop)
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_ranks_whose_batch_script_was_killed_are_left_to_save(
+    start: Start, tmp_path: Path, srun: subprocess.Popen[bytes], killed: bool
+) -> None:
+    """Where Slurm tracks processes by cgroups, it kills their srun, too, and only then asks the ranks to stop."""
+    with subprocess.Popen(["sleep", "60"]) as script:
+        if killed:
+            script.kill()
+            script.wait()
+        supervisor = start([report("node1")], NODES[:1])
+        srun.kill()
+        srun.wait()
+        supervisor.watch([], script.pid)
+        script.kill()
+    assert (tmp_path / "orders").read_text() == ("end\n" if killed else "kill\nend\n")
+
+
 def test_what_a_supervisor_has_decided_is_done_by_the_next_one(start: Start, tmp_path: Path) -> None:
     """It was killed before it had ended the ranks, which train on by now."""
     mark_hang(tmp_path / "logs" / "0", Incident("hang", "task 1 hangs", 1, "node2"))

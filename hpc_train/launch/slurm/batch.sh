@@ -242,7 +242,7 @@ keep_watching() {
   local pause=1 second watcher guard code
   outlive_stop_signals
   while kill -0 "$1" 2>/dev/null; do
-    "${hpc_watch[@]}" "$logs" "$1" &
+    "${hpc_watch[@]}" "$logs" "$1" $$ &
     watcher=$!
     end_if_stopped "$watcher" &
     guard=$!

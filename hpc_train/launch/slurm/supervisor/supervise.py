@@ -1,9 +1,10 @@
 """The supervisor of a Slurm job: watch the ranks by an agent on every node; end those that hang or whose peer failed.
 
-`python -m hpc_train.launch.slurm.supervisor.supervise LOGS PROCESS`, beside the ranks in the batch script. PROCESS is
-the srun that started the ranks. The supervisor only ends ranks; the batch script decides afterwards whether they are
-started again (hpc_train.launch.recovery.restarting). If the supervisor dies, the ranks are not affected: its agents see
-the end of their input, and the script starts it again. It learns about the ranks from the agents (agent_reports.py).
+`python -m hpc_train.launch.slurm.supervisor.supervise LOGS PROCESS SCRIPT`, beside the ranks in the batch script.
+PROCESS is the srun that started the ranks, SCRIPT the shell of the batch script. The supervisor only ends ranks; the
+batch script decides afterwards whether they are started again (hpc_train.launch.recovery.restarting). If the supervisor
+dies, the ranks are not affected: its agents see the end of their input, and the script starts it again. It learns about
+the ranks from the agents (agent_reports.py).
 """
 
 from __future__ import annotations
@@ -132,10 +133,10 @@ class Supervisor:
         seconds = {phase.name: value for phase, value in {**read_learned(self._run), **learned}.items()}
         return start_agents(self._logs, {**self._resilience, "learned": seconds}, self._nodes)
 
-    def watch(self, stop_signals: Sequence[int]) -> None:
+    def watch(self, stop_signals: Sequence[int], script: int | None = None) -> None:
         """Watch the ranks until their srun has ended, or they were ended.
 
-        stop_signals: the signals that this process has received so far.
+        stop_signals: the signals that this process has received so far. script: process id of the batch script.
         """
         try:
             while is_running(self._srun):
@@ -148,7 +149,8 @@ class Supervisor:
                 if self._finish_decision() or self._end_after_lost_node() or self._end_after_fault():
                     return
         finally:
-            self._close(bool(stop_signals))
+            # Where the script was killed, Slurm kills what it has started, too, and asks the ranks to save and stop.
+            self._close(bool(stop_signals) or (script is not None and not is_running(script)))
 
     def _record_stop_signal(self) -> None:
         """Write down that the job was asked to stop: its ranks do not start again after a fault."""
@@ -398,7 +400,7 @@ def claim_ranks(logs: Path) -> bool:
     return True  # the descriptor stays open: the kernel gives the lock back when this process ends, however it does
 
 
-def main(logs: str, process: str) -> int:
+def main(logs: str, process: str, script: str) -> int:
     """Watch the ranks of one attempt. Errors of the supervisor itself are printed and do not affect the ranks."""
     # Handlers, and not SIG_IGN, which children would inherit: Slurm sends these to the whole batch step.
     stop_signals: list[int] = []
@@ -419,9 +421,9 @@ def main(logs: str, process: str) -> int:
     }
     if (Path(logs) / AGENT_ERRORS).exists():
         report_watch(Path(logs), "the supervisor has ended before the ranks, and was started again")
-    Supervisor(Path(logs), int(process), settings, resilience, config["launch"]).watch(stop_signals)
+    Supervisor(Path(logs), int(process), settings, resilience, config["launch"]).watch(stop_signals, int(script))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:3]))
+    sys.exit(main(*sys.argv[1:4]))
