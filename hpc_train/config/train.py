@@ -65,6 +65,9 @@ class TrainConfig:
         return self.steps if self.epochs is not None else self.steps or _DEFAULT_STEPS
 
 
+FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "mxfp8_with_gw_hp")
+
+
 @config_dataclass
 class PrecisionConfig:
     """Number formats of a run."""
@@ -76,9 +79,10 @@ class PrecisionConfig:
     matmul: str = config_field(default="highest", choices=("highest", "high", "medium"))
     """How products of float32 matrices are computed: highest: in float32; high: in TF32 on GPUs that have it; medium:
     in bfloat16 where that is faster. torch.set_float32_matmul_precision."""
-    float8: str = config_field(default="none", choices=("none", "tensorwise", "rowwise", "rowwise_with_gw_hp"))
-    """How linear layers of blocks compute in 8 bits: a scale for a tensor, for a row, or for a row with weight
-    gradients in the format of `name`. Needs torchao. A CPU emulates the rounding."""
+    float8: str = config_field(default="none", choices=("none", *FLOAT8_RECIPES))
+    """How linear layers of blocks compute in 8 bits: a scale for a tensor, for a row (rowwise), or for each 32
+    neighbours of a row (mxfp8, on B200 and B300); with _with_gw_hp weight gradients are in the format of `name`. Needs
+    torchao. A CPU emulates the rounding."""
     float8_gather: bool = False
     """Whether fully_shard gathers the weights of these layers in 8 bits. Needs float8=tensorwise and a zero
     strategy."""

@@ -3,7 +3,8 @@
 The formats are those of Micikevicius et al. 2022, arXiv:2209.05433; the scales and recipes are torchao's (float8). The
 parameters keep their dtype: each product rounds its inputs again. So parameters, optimizer state and checkpoints are
 the same as in a run without float8, and so is what fully_shard gathers, unless data_parallel/float8_gather.py rounds it
-first. Embedding, head, norms, routers and experts are not converted.
+first. Embedding, head, norms, routers and experts are not converted. mxfp8.py has the layers with a scale for each
+block of 32 values.
 
 A CPU has no 8-bit products. There torchao rounds to 8 bits and multiplies in the dtype of the layer, so that a layout
 can be proved equal to a single process without a GPU.
@@ -11,6 +12,7 @@ can be proved equal to a single process without a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -23,41 +25,61 @@ from hpc_train.parallel.adapters import find_target_layers
 from hpc_train.parallel.materialise import is_rehearsal
 from hpc_train.parallel.user_model import name_model
 from hpc_train.quiet_imports import without_warnings
-from hpc_train.traffic.weights import FLOAT8_MULTIPLE
+from hpc_train.traffic.weights import FLOAT8_MULTIPLE, MXFP8_BLOCK
 
 
 def convert_linear_layers(part: nn.Module, config: PrecisionConfig, device: torch.device) -> str:
     """Have the linear layers of the blocks of `part` compute in 8 bits, in place; returns a line about it.
 
-    Layers whose sizes are not multiples of 16 are left alone. Raises UserError without torchao, or if no layer is left.
+    Layers whose sizes are not multiples of 16 (mxfp8: 32) are left alone. Raises UserError without torchao, or if no
+    layer is left.
     """
     torchao = _import_torchao()
+    in_blocks = config.float8.startswith("mxfp8")
+    multiple = MXFP8_BLOCK if in_blocks else FLOAT8_MULTIPLE
     linear_layers = {
         name: module for name, module in find_target_layers(part, []).items() if isinstance(module, nn.Linear)
     }
     convertible = {
         name
         for name, layer in linear_layers.items()
-        if not (layer.in_features % FLOAT8_MULTIPLE or layer.out_features % FLOAT8_MULTIPLE)
+        if not (layer.in_features % multiple or layer.out_features % multiple)
     }
     if not convertible:
         raise UserError(
             f"precision.float8={config.float8}: none of the {len(linear_layers)} linear layers of {name_model(part)} "
-            f"has sizes that are multiples of {FLOAT8_MULTIPLE}; choose such a width, or precision=bf16"
+            f"has sizes that are multiples of {multiple}; choose such a width, or precision=bf16"
         )
-    recipe = torchao.Float8LinearConfig.from_recipe_name(config.float8)
-    on_gpu = device.type == "cuda"
-    emulates = not on_gpu and not is_rehearsal()  # a rehearsal counts the memory of a GPU's products
-    torchao.convert_to_float8_training(
-        part, config=replace(recipe, emulate=emulates), module_filter_fn=lambda _, name: name in convertible
-    )
-    if not on_gpu:
-        for name in convertible:
-            part.get_submodule(name).register_forward_pre_hook(_cast_as_autocast_does)
+    emulates = device.type != "cuda" and not is_rehearsal()  # a rehearsal counts the memory of a GPU's products
+    if in_blocks:
+        _compute_in_blocks(part, convertible, config, device)
+    else:
+        recipe = replace(torchao.Float8LinearConfig.from_recipe_name(config.float8), emulate=emulates)
+        _convert_by_torchao(torchao, part, convertible, recipe, device)
     skipped_count = len(linear_layers) - len(convertible)
     skipped = f", {skipped_count} left alone for their sizes" if skipped_count else ""
     emulation = ", emulated: this device has no products of 8 bits" if emulates else ""
     return f"float8: {config.float8}, {len(convertible)} linear layers{skipped}{emulation}"
+
+
+def _compute_in_blocks(part: nn.Module, names: Collection[str], config: PrecisionConfig, device: torch.device) -> None:
+    try:
+        from hpc_train.parallel.mxfp8 import compute_in_mxfp8
+    except ImportError as error:  # a prototype of torchao, which a release may move
+        raise UserError(
+            f"precision.float8={config.float8}: this torchao has no such products ({error}); pip install "
+            "'torchao>=0.18,<0.19', or use precision=fp8"
+        ) from None
+    compute_in_mxfp8(part, names, config.float8.endswith("_with_gw_hp"), device)
+
+
+def _convert_by_torchao(
+    torchao: Any, part: nn.Module, names: Collection[str], recipe: Any, device: torch.device
+) -> None:
+    torchao.convert_to_float8_training(part, config=recipe, module_filter_fn=lambda _, name: name in names)
+    if device.type != "cuda":
+        for name in names:
+            part.get_submodule(name).register_forward_pre_hook(_cast_as_autocast_does)
 
 
 def _cast_as_autocast_does(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor] | None:

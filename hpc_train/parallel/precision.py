@@ -20,6 +20,7 @@ from hpc_train.errors import UserError
 from hpc_train.interfaces import TensorShard, World
 
 _FLOAT8_CAPABILITY = (8, 9)
+_MXFP8_CAPABILITIES = ((10, 0), (10, 3))
 """Compute capability of the first NVIDIA GPUs with products of 8 bits (Ada Lovelace)."""
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """torch's number formats, by their names in the settings."""
@@ -39,6 +40,11 @@ def check_precision_device(config: PrecisionConfig, device: torch.device) -> Non
         name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
         if torch.version.hip is None and capability < _FLOAT8_CAPABILITY:
             raise UserError(f"precision.float8: {name} has no products of 8 bits; use precision=bf16")
+        if config.float8.startswith("mxfp8") and (torch.version.hip or capability not in _MXFP8_CAPABILITIES):
+            raise UserError(
+                f"precision.float8={config.float8}: {name} has no such products, which need compute capability 10.0 or "
+                "10.3 (B200, B300); use precision=fp8"
+            )
         if config.name == "fp64":
             raise UserError("precision.float8: with precision=fp64 is emulated on CPUs only; use precision=fp8")
     if device.type != "cuda" or config.name != "bf16" or torch.cuda.is_bf16_supported(including_emulation=False):

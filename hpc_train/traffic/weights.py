@@ -43,6 +43,8 @@ class Weight:
 
 FLOAT8_MULTIPLE = 16
 """Products of 8 bits need inner and outer sizes that are multiples of this."""
+MXFP8_BLOCK = 32
+"""Values that share a scale in MXFP8, whose products need sizes that are multiples of this."""
 
 
 def has_float8_products(weight: Weight) -> bool:

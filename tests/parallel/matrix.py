@@ -69,6 +69,7 @@ def _gemma(**changes: object) -> TransformerConfig:
 MODELS: dict[str, ModelConfig] = {
     "llama": _llama(),
     "sixteens": _llama(feed_forward=48),  # no size that 8-bit products cannot have
+    "thirty-twos": _llama(kv_heads=4, feed_forward=64),  # the same for a scale for each 32 values
     "tied": _llama(tied_embeddings=True),
     "deep": _llama(layers=8),
     "grouped": _llama(hidden=36, heads=6, kv_heads=3),  # over tp=2, a key head serves query heads of both ranks
@@ -83,6 +84,9 @@ MODELS: dict[str, ModelConfig] = {
     ),
     "experts": _llama(
         query_key_norm="head", experts=ExpertsConfig(count=8, top_k=2, feed_forward=12, balance_loss=0.1)
+    ),
+    "wide-experts": _llama(
+        kv_heads=4, experts=ExpertsConfig(count=8, top_k=2, feed_forward=12, first_dense=1), feed_forward=64
     ),
     "shared-experts": _llama(
         tied_embeddings=True,

@@ -1,7 +1,8 @@
 """8-bit products: torchao's own numbers in one process, and those in every layout.
 
-With weight gradients in the format of the layer (rowwise_with_gw_hp) every rounding belongs to one row of one product,
-so that layouts agree as they do without. With the other recipes a scale spans the tokens of a rank.
+With weight gradients in the format of the layer (rowwise_with_gw_hp, mxfp8_with_gw_hp) every rounding belongs to one
+row of one product, so that layouts agree as they do without. With mxfp8 a scale of the gradient spans 32 tokens, here
+two sequences, so that layouts agree that do not part them. With the other recipes a scale spans the tokens of a rank.
 """
 
 from __future__ import annotations
@@ -18,16 +19,26 @@ from outcome import Outcome, assert_close, gradients, whole
 from test_matrix import assert_outcome
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
+from torchao.prototype.moe_training.mxfp8_linear import mx_mm
+from torchao.prototype.mx_formats.config import (
+    MXFP8Dim0CastKernelChoice,
+    MXFP8Dim1CastKernelChoice,
+    ScaleCalculationMode,
+)
+from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
 from hpc_train.config.compose import compose
 from hpc_train.config.train import PrecisionConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import IGNORED_TARGET, World
 from hpc_train.parallel.float8 import convert_linear_layers
+from hpc_train.parallel.mxfp8 import compute_in_mxfp8
+from hpc_train.parallel.precision import check_precision_device
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.testing import run_ranks
 
 EXACT = ("precision.float8=rowwise_with_gw_hp",)
+MXFP8, MXFP8_WIDE = "precision.float8=mxfp8", "precision.float8=mxfp8_with_gw_hp"
 PIPELINE = ("parallel=ddp", "parallel.pp=2")
 CASES = {
     "ddp-2": Case(2, ("parallel=ddp", *EXACT), "sixteens"),
@@ -41,17 +52,34 @@ CASES = {
     "fsdp-2-recompute": Case(2, ("parallel=fsdp", "parallel.recompute.mode=full", *EXACT), "sixteens"),
     "fsdp-2-compile": Case(2, ("parallel=fsdp", "parallel.compile=true", *EXACT), "sixteens"),
     "fsdp-2-experts": Case(2, ("parallel=fsdp", *EXACT), "experts"),
+    "mxfp8-ddp-2": Case(2, ("parallel=ddp", MXFP8), "thirty-twos", micro=2),
+    "mxfp8-fsdp-4": Case(4, ("parallel=fsdp", MXFP8), "thirty-twos"),
+    "mxfp8-zero1-2-recompute": Case(
+        2, ("parallel.strategy=zero1", "parallel.recompute.mode=full", MXFP8), "thirty-twos"
+    ),
+    "mxfp8-pp-2-zbv": Case(2, (*PIPELINE, "parallel.pipeline.schedule=zbv", MXFP8), "thirty-twos"),
+    "mxfp8-fsdp-2-compile": Case(2, ("parallel=fsdp", "parallel.compile=true", MXFP8), "thirty-twos"),
+    "mxfp8-wide-cp-2": Case(2, ("parallel.cp=2", MXFP8_WIDE), "thirty-twos"),
+    "mxfp8-wide-hsdp-2x2-short": Case(
+        4, ("parallel=hsdp", "parallel.dp_replicate=2", "parallel.dp_shard=2", MXFP8_WIDE), "thirty-twos", micro=3
+    ),
+    "mxfp8-wide-fsdp-2-experts": Case(2, ("parallel=fsdp", MXFP8_WIDE), "wide-experts"),
 }
-DRAWN = ("fsdp-4", "cp-2", "pp-2-zbv")
+DRAWN = ("fsdp-4", "cp-2", "pp-2-zbv", "mxfp8-fsdp-4", "mxfp8-wide-cp-2")
 
 
 def _train(world: World, case: Case) -> Outcome:
     return steps(fresh(case, world), case, world, STEPS)
 
 
+def _learn(world: World, case: Case) -> Outcome:
+    """Train twice on the first batch."""
+    return steps(fresh(case, world), case, world, (0, 0))
+
+
 @cache
-def _in_one_process(kind: str) -> Outcome:
-    alone = Case(1, EXACT, kind, micro=SEQUENCES)
+def _in_one_process(kind: str, recipe: str) -> Outcome:
+    alone = Case(1, (recipe,), kind, micro=SEQUENCES)
     (outcome,) = run_ranks(_train, 1, alone, parallel=alone.config().parallel)
     return outcome
 
@@ -60,7 +88,8 @@ def _in_one_process(kind: str) -> Outcome:
 def test_every_layout_gives_the_numbers_of_one_process(name: str) -> None:
     case = CASES[name]
     ranks = run_ranks(_train, case.ranks, case, parallel=case.config().parallel, timeout=200)
-    assert_outcome(ranks, _in_one_process(case.kind))
+    (recipe,) = (override for override in case.overrides if override.startswith("precision.float8="))
+    assert_outcome(ranks, _in_one_process(case.kind, recipe))
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
@@ -82,11 +111,37 @@ def test_one_process_gives_the_numbers_of_torchao(recipe: str) -> None:
     assert 1e-4 < abs(outcome.losses[0] / without.losses[0] - 1) < 0.05, "8 bits, but the same model"
 
 
-@pytest.mark.parametrize("recipe", draw(["tensorwise", "rowwise", "rowwise_with_gw_hp"], ["rowwise"]))
+@pytest.mark.parametrize("wide", [False, True])
+def test_products_of_blocks_are_those_of_torchao(wide: bool) -> None:
+    """torchao emulates them in float32; ours are those of a layer whose tokens fill no whole number of blocks."""
+    generator = torch.Generator().manual_seed(0)
+    layer = torch.nn.Sequential(torch.nn.Linear(64, 96))
+    x = torch.randn(5, 8, 64, generator=generator) * torch.logspace(-3, 3, 64)  # scales differ from block to block
+    seed = torch.randn(5, 8, 96, generator=generator)
+    mine, theirs = x.clone().requires_grad_(), torch.cat([x.flatten(0, 1), x.new_zeros(24, 64)]).requires_grad_()
+    compute_in_mxfp8(layer, ["0"], wide, torch.device("cpu"))
+    (layer(mine) * seed).sum().backward()
+    weight = layer[0].weight.detach().clone().requires_grad_()
+    eight, emulated, by_torch = torch.float8_e4m3fn, KernelPreference.EMULATED, MXFP8Dim1CastKernelChoice.TORCH
+    formats = (eight, eight, eight, 32, emulated, MXFP8Dim0CastKernelChoice.TORCH, by_torch, ScaleCalculationMode.RCEIL)
+    out = mx_mm.apply(theirs, weight, *formats, wide)[:40] + layer[0].bias
+    (out * seed.flatten(0, 1)).sum().backward()
+    torch.testing.assert_close(layer(x).flatten(0, 1), out, rtol=1e-6, atol=1e-6 * float(out.detach().abs().max()))
+    for ours, own in ((layer[0].weight.grad, weight.grad), (mine.grad.flatten(0, 1), theirs.grad[:40])):
+        torch.testing.assert_close(ours, own, rtol=1e-6, atol=1e-6 * float(own.abs().max()))
+    exact = seed.flatten(0, 1).t() @ x.flatten(0, 1)
+    error = float((layer[0].weight.grad - exact).norm() / exact.norm())
+    assert error < 1e-6 if wide else 0.01 < error < 0.05
+
+
+@pytest.mark.parametrize(
+    "recipe", draw(["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "mxfp8_with_gw_hp"], ["rowwise", "mxfp8"])
+)
 @pytest.mark.parametrize("strategy", draw(["ddp", "fsdp"], ["fsdp"]))
 def test_a_model_learns_in_bf16_with_products_in_8_bits(recipe: str, strategy: str) -> None:
-    case = Case(2, (f"parallel={strategy}", "precision=fp8", f"precision.float8={recipe}"), "sixteens")
-    outcome, _ = run_ranks(_train, 2, case, parallel=case.config().parallel)
+    kind = "thirty-twos" if recipe.startswith("mxfp8") else "sixteens"
+    case = Case(2, (f"parallel={strategy}", "precision=fp8", f"precision.float8={recipe}"), kind)
+    outcome, _ = run_ranks(_learn, 2, case, parallel=case.config().parallel)
     assert outcome.losses[-1] < outcome.losses[0]
 
 
@@ -106,18 +161,34 @@ def test_what_cannot_be_combined_is_one_line(overrides: tuple[str, ...], words: 
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
-def test_formats_of_blocks_are_one_line_that_names_their_hardware(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["mxfp4", "nvfp4"])
+def test_formats_of_4_bits_are_one_line_that_names_others(recipe: str) -> None:
     with pytest.raises(
-        UserError, match=rf"precision\.float8={recipe}: .* 10\.3 \(B200, B300\).* use .*rowwise"
+        UserError, match=rf"precision\.float8={recipe}: .*use .*mxfp8 .* 10\.3 \(B200, B300\)"
     ) as caught:
         compose(["precision=fp8", f"precision.float8={recipe}"])
     assert "\n" not in str(caught.value)
 
 
-def test_a_model_without_fitting_sizes_is_one_line() -> None:
-    with pytest.raises(UserError, match="multiples of 16"):
-        convert_linear_layers(model("grouped"), PrecisionConfig(float8="rowwise"), torch.device("cpu"))
+@pytest.mark.parametrize(("capability", "works"), [((9, 0), False), ((10, 0), True), ((10, 3), True), ((12, 0), False)])
+def test_a_gpu_without_products_of_blocks_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], works: bool
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: True)
+    config = compose(["precision=mxfp8"]).precision
+    if works:
+        check_precision_device(config, torch.device("cuda", 0))
+        return
+    with pytest.raises(UserError, match=r"precision\.float8=mxfp8: a GPU has no such products, .* use precision=fp8"):
+        check_precision_device(config, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(("kind", "recipe", "multiple"), [("grouped", "rowwise", 16), ("grouped", "mxfp8", 32)])
+def test_a_model_without_fitting_sizes_is_one_line(kind: str, recipe: str, multiple: int) -> None:
+    with pytest.raises(UserError, match=f"multiples of {multiple}"):
+        convert_linear_layers(model(kind), PrecisionConfig(float8=recipe), torch.device("cpu"))
 
 
 def test_it_is_off_unless_asked_for() -> None:

@@ -164,6 +164,27 @@ def test_held_out_runs_of_models_on_dgx_cloud() -> None:
 def test_held_out_runs_in_8_bits() -> None:
     rows = held_out_rows("published_float8.csv")
     nvidia = [row for row in rows if not row.run.cluster.endswith("MI300X")]
-    assert (len(rows), len(nvidia)) == (20, 16)
+    nvidia = [row for row in nvidia if not row.run.cluster.endswith("B200")]
+    assert (len(rows), len(nvidia)) == (25, 16)
     assert summarize_errors(row.ratio for row in nvidia).mape < 0.105
-    assert summarize_errors(row.ratio for row in rows if row not in nvidia).mape < 0.21
+    amd = [row for row in rows if row.run.cluster.endswith("MI300X")]
+    assert len(amd) == 4
+    assert summarize_errors(row.ratio for row in amd).mape < 0.21
+
+
+def test_gains_of_8_bits_on_b200() -> None:
+    """torchao's table is of B200s with limited power, by how much it does not say: estimates are a third too fast.
+
+    What 8 bits gain is estimated well for scales of blocks (20 and 16 % measured).
+    """
+    rows = {row.run.id.removeprefix("torchaob200-8B-"): row for row in held_out_rows("published_float8.csv")}
+    wide = rows["bf16"]
+    errors = {
+        name: wide.seconds / rows[name].seconds / (wide.run.seconds / rows[name].run.seconds) - 1
+        for name in ("mxfp8-rceil", "mxfp8-floor", "tensorwise", "rowwise")
+    }
+    assert abs(errors["mxfp8-rceil"]) < 0.03
+    assert abs(errors["mxfp8-floor"]) < 0.05
+    assert 0.05 < errors["tensorwise"] < 0.1
+    assert 0.08 < errors["rowwise"] < 0.13, "slow on Blackwell in August 2025: 4 % measured"
+    assert -0.4 < wide.ratio - 1 < -0.3

@@ -68,12 +68,12 @@ def check_config(config: RunConfig, checked: Collection[str] = ()) -> RunConfig:
 
 
 def _check_block_formats(config: RunConfig) -> None:
-    """Say where formats with a scale for each few elements would work, before they are called no choice."""
+    """Say what to use instead of formats of 4 bits, before they are called no choice."""
     float8 = config.precision.float8
-    if float8 in ("mxfp8", "mxfp4", "nvfp4"):
+    if float8 in ("mxfp4", "nvfp4"):
         raise UserError(
-            f"precision.float8={float8}: needs a GPU with products of that format, of compute capability 10.0 or 10.3 "
-            "(B200, B300), and torchao has it as a prototype only, so it is not offered; use precision.float8=rowwise"
+            f"precision.float8={float8}: there is no training with products of 4 bits; use precision.float8=mxfp8 on "
+            "GPUs of compute capability 10.0 or 10.3 (B200, B300), rowwise on others"
         )
 
 

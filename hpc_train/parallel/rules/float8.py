@@ -33,14 +33,19 @@ def check_float8_rules(config: RunConfig, degrees: Degrees) -> None:
 _GATHER = "precision.float8_gather=true"
 
 
+def _describe_scales(recipe: str) -> str:
+    if recipe == "none":
+        return "computes nothing in 8 bits"
+    return "has one for each block of a row" if recipe.startswith("mxfp8") else "has one for each row"
+
+
 def _check_gather(config: RunConfig, degrees: Degrees) -> None:
     """Raise UserError where no weight can be gathered in 8 bits."""
     parallel, recipe = config.parallel, config.precision.float8
     if recipe != "tensorwise":
         raise UserError(
             f"{_GATHER}: needs one scale for a whole weight, and precision.float8={recipe} "
-            f"{'computes nothing in 8 bits' if recipe == 'none' else 'has one for each row'}; use "
-            "precision.float8=tensorwise"
+            f"{_describe_scales(recipe)}; use precision.float8=tensorwise"
         )
     if parallel.strategy == "ddp":
         raise UserError(f"{_GATHER}: ddp gathers nothing; use parallel=zero1, zero2 or fsdp")

@@ -362,8 +362,8 @@ _PRECISION = (
     Technique(
         name="products in 8 bits",
         option="precision=fp8",
-        done_by="torchao's Float8Linear; emulated on CPUs",
-        numbers=INEXACT + "rounded to 8 bits; rowwise_with_gw_hp: the same in every layout",
+        done_by="torchao's Float8Linear, and its products of blocks (mxfp8); emulated on CPUs",
+        numbers=INEXACT + "rounded to 8 bits; recipes with_gw_hp: the same in every layout",
         needs="not tp, adapters, fp16, parameter servers; torchao",
         proof="tests/parallel/test_float8.py",
     ),

@@ -30,6 +30,11 @@ class Accelerator:
     """Speed of FlashAttention in Triton over `attention`: at best 1 / 1.3 on A100 (Dao 2023, section 4.1). Not slower
     on Hopper, because Triton uses Hopper's instructions and FlashAttention-2 does not."""
 
+    @property
+    def multiplies_blocks(self) -> bool:
+        """Whether products of operands with a scale for each block (MXFP8) are computed: where those of 4 bits are."""
+        return 4 in self.flops
+
 
 _ATTENTION_OF_PRODUCTS = 0.34 / 0.803
 _MI300X_PRODUCTS = 0.803 * 620 / 720 * 989.4 / 1307.4

@@ -101,6 +101,11 @@ def _make_float8_columns(config: RunConfig) -> dict[str, float]:
             f"precision.float8={recipe}: cluster={config.cluster.name} has no products in 8 bits"
             f"{f' ({gpu.name})' if gpu.name else ''}; use precision=bf16, or give cluster.gpu.peak_tflops.fp8"
         )
+    if recipe.startswith("mxfp8") and listed_gpu is not None and not listed_gpu.multiplies_blocks:
+        raise UserError(
+            f"precision.float8={recipe}: cluster={config.cluster.name} ({gpu.name}) has no such products; use "
+            "precision=fp8, or a cluster of B200 or B300"
+        )
     gather = float(config.precision.float8_gather)
     return {"peak_flops": peak, "float8": FLOAT8_RECIPES.index(recipe), "float8_gather": gather}
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.config.parallel import SCHEDULES as BUILT
+from hpc_train.config.train import FLOAT8_RECIPES as PRECISION_RECIPES
 from hpc_train.models.counts import FROZEN_WEIGHT_FLOPS, count_transformer_flops
 
 Column = NDArray[np.float64]
@@ -27,7 +28,7 @@ SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 OFFLOAD = ("none", "optimizer", "parameters")
 """What lives in host memory between uses, coded by its index. optimizer: its state, and the update runs on the CPU.
 parameters: also the parameters and their gradients."""
-FLOAT8_RECIPES = ("none", "tensorwise", "rowwise", "rowwise_with_gw_hp")
+FLOAT8_RECIPES = ("none", *PRECISION_RECIPES)
 """How products in 8 bits are scaled (precision.float8), coded by its index; none also where a source does not say."""
 CUDA_GRAPHS = ("none", "layers", "step")
 """Which kernels CUDA graphs launch instead of the host, coded by its index. layers: all of a layer but its routed

@@ -155,7 +155,10 @@ def _make_heading_section(best: Candidate) -> Section:
     nodes = f"{best.nodes} node{'s' * (best.nodes != 1)}"
     where = f"{config.model.name} on {config.cluster.name}, {nodes}, {best.ranks:,} ranks: {describe_layout(best)}"
     batch = f"global batch {best.global_batch:,} x {config.train.sequence_length:,} tokens"
-    words = [f"micro-batch {config.train.micro_batch}", batch, config.precision.name, describe_techniques(best)]
+    precision = config.precision.name
+    if config.precision.float8 != "none":
+        precision += f" with products in 8 bits ({config.precision.float8})"
+    words = [f"micro-batch {config.train.micro_batch}", batch, precision, describe_techniques(best)]
     what = ", ".join(filter(None, words))
     lines = [*_wrap(where, "  "), *_wrap(what, "  "), _format_memory_line(best)]
     if best.step is None:
