@@ -4,6 +4,7 @@
 #   make test        linters, types and all tests; as root on Debian on a real Slurm of its own
 #   make test-quick  what one process can show, in a few minutes: no Slurm, and ranks only as a smoke test
 #   make test-long   whole matrices and long fuzzing runs, of which make test draws a part (hours)
+#   make test-gpu    layouts and techniques on the GPUs of this machine, of which one is enough (docs/gpu.md)
 #   make mutations   seed faults into copies of the project, one at a time, and see which test notices (about an hour)
 #   make campaign    break a run on Slurm at random moments for an hour, and compare what comes out (CAMPAIGN="--minutes 10")
 #   make docs        the pages of docs/ as HTML and man pages, in build/docs
@@ -49,8 +50,15 @@ QUICK := $(addprefix tests/,cluster data models placement schedules traffic \
 	$(addprefix training/test_,$(addsuffix .py,mfu noise_scale progress records schedule)) \
 	test_messages.py test_terminal.py test_testing.py)
 
+# What needs no more of this process than that it starts ranks.
+ON_GPUS := $(addprefix tests/parallel/test_,$(addsuffix .py,adamw_8bit adapter_base adapters async_tensor attention_choice \
+	batch_norm chunked_loss communication compile compression context custom_models ddp_options device_waits dropout \
+	expert_loads float8 float8_gather fp16 hf_adapters hf_models loose_sync matrix matrix_bf16 moving_state named_inputs \
+	offload optimizers overlapped_saves packed_documents parity pipeline precision recompute sharded_optimizers tensor \
+	tensor_parts weight_average windows zero))
+
 .NOTPARALLEL:
-.PHONY: train test test-quick test-long mutations campaign test-packages lint slurm-up slurm-down docs wheel clean
+.PHONY: train test test-quick test-long test-gpu mutations campaign test-packages lint slurm-up slurm-down docs wheel clean
 
 train: $(VENV)/train.stamp
 	$(BIN)/hpc-train train
@@ -81,6 +89,9 @@ test-long: test-packages $(VENV)/test.stamp
 
 test-packages:
 	@if $(ON_DEBIAN); then slurm/dev-cluster install $(TEST_PACKAGES); fi
+
+test-gpu: $(VENV)/test.stamp
+	HPC_TRAIN_TEST_DEVICE=cuda $(BIN)/pytest $(SIDE_BY_SIDE) -m "long or not long" --timeout 900 $(ON_GPUS)
 
 mutations: test-packages $(VENV)/test.stamp
 	$(BIN)/python tests/mutations/run_mutations.py
