@@ -30,7 +30,7 @@ from hpc_train.parallel.mesh_axes import find_replica, find_split_axes, get_axis
 from hpc_train.parallel.precision import LossScale
 
 if TYPE_CHECKING:
-    from hpc_train.parallel.weight_average import WeightAverage
+    from hpc_train.parallel.optimizers.weight_average import WeightAverage
 
 OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
 """Makes an optimizer over the parameters that a rank keeps of a model after it has been split."""
@@ -151,7 +151,7 @@ class OptimizerUpdates:
         initialise_optimizer_state(optimizer)
         self._average: WeightAverage | None = None
         if ema is not None and ema.decay is not None:
-            from hpc_train.parallel.weight_average import WeightAverage
+            from hpc_train.parallel.optimizers.weight_average import WeightAverage
 
             self._average = WeightAverage(optimizer, ema)
 

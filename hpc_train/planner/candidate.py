@@ -13,7 +13,8 @@ from hpc_train.config.run import RunConfig
 from hpc_train.models.counts import count_parameters
 from hpc_train.planner import batch_laws
 from hpc_train.planner.evidence import handicap, unmeasured_techniques
-from hpc_train.planner.model.jobs import Column, Jobs, job_columns, take_single
+from hpc_train.planner.model.inputs import Column
+from hpc_train.planner.model.jobs import Jobs, job_columns, take_single
 from hpc_train.planner.model.memory import FITS, Memory
 from hpc_train.planner.model.step_time import Estimate, StepTime
 from hpc_train.planner.reliability.failure_rate import Percentiles

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from hpc_train.cluster.calibration import Calibration, StepResidual, read_calibration
 from hpc_train.config.cluster import ClusterConfig
 from hpc_train.errors import UserError
-from hpc_train.planner.model.jobs import Column, Jobs
+from hpc_train.planner.model.inputs import Column
+from hpc_train.planner.model.jobs import Jobs
 from hpc_train.regular_files import read_json
 
 CONSTANTS_VERSION = 1

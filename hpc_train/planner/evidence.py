@@ -13,7 +13,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_train.planner.model.jobs import OFFLOAD, SCHEDULES, Column
+from hpc_train.planner.model.inputs import OFFLOAD, SCHEDULES, Column
 
 NEEDED_RUNS = 2
 """One alone may have been measured wrongly."""

@@ -33,7 +33,8 @@ from hpc_train.planner.find_candidates import (
     make_search_base,
 )
 from hpc_train.planner.model.fabric import first_nodes
-from hpc_train.planner.model.from_config import check_adapters_are_counted, jobs_from_config, list_assumptions
+from hpc_train.planner.model.from_config import check_adapters_are_counted, jobs_from_config
+from hpc_train.planner.model.machine_columns import list_assumptions
 from hpc_train.planner.ranking import (
     explain_no_candidate,
     find_pareto_front,

@@ -15,7 +15,7 @@ from hpc_train.config.parallel import AXES, STRATEGIES
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import seal_config
 from hpc_train.errors import UserError
-from hpc_train.planner.model.jobs import OFFLOAD, RECOMPUTE, SCHEDULES
+from hpc_train.planner.model.inputs import OFFLOAD, RECOMPUTE, SCHEDULES
 from hpc_train.planner.search.space import FixedColumns
 from hpc_train.schedules.generate import REQUIREMENTS
 

@@ -72,7 +72,8 @@ def predict_gain(config: RunConfig, changed: RunConfig, ranks: int) -> float | N
     the change would not fit into the memory.
     """
     from hpc_train.planner.constants import cluster_constants
-    from hpc_train.planner.model.from_config import jobs_from_config, list_assumptions
+    from hpc_train.planner.model.from_config import jobs_from_config
+    from hpc_train.planner.model.machine_columns import list_assumptions
     from hpc_train.planner.model.memory import NO
     from hpc_train.planner.model.step_time import estimate_jobs
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ from hpc_train.placement.cost.cost_model import estimate_cost
 from hpc_train.placement.described_cluster import name_described_nodes
 from hpc_train.placement.fabric_from_config import build_fabric
 from hpc_train.planner.constants import default_constants
-from hpc_train.planner.model.from_config import make_machine_columns
 from hpc_train.planner.model.jobs import Jobs
+from hpc_train.planner.model.machine_columns import make_machine_columns
 from hpc_train.planner.model.network import make_rank_group, send_seconds
 from hpc_train.traffic.axes import Flow
 
@@ -64,7 +65,7 @@ def test_a_group_on_a_mesh_has_the_links_between_its_own_ranks(ranks: int, links
 def test_the_planner_knows_the_mesh() -> None:
     constants = default_constants()
     machine = make_machine_columns(compose(["cluster=mi300x"]).cluster, "bf16", 8)
-    columns = {name: np.array(1.0) for name in Jobs.__annotations__}
+    columns = {field.name: np.array(1.0) for field in fields(Jobs)}
     columns |= {name: np.array(float(value)) for name, value in machine.items()}
     jobs = Jobs(**columns)
     shares = [make_rank_group(jobs, constants, np.array(float(n)), np.array(1.0)).link for n in (2, 4, 8)]

@@ -328,9 +328,9 @@ FAULTS = (
         ("planner/test_search.py",),
     ),
     Fault(
-        "the largest candidate that fits is dropped",
+        "a candidate that may fit is dropped where nothing surely fits",
         "planner/search/search.py",
-        "possible = (fits >= MAYBE) & (step <= self._slowest) & fits_host",
+        "possible = (fits >= (MAYBE if self._none_fits else YES)) & (step <= self._slowest) & fits_host",
         "possible = (fits > MAYBE) & (step <= self._slowest) & fits_host",
         ("planner/test_search.py",),
     ),

@@ -11,7 +11,7 @@ from hpc_train.config.compose import compose, compose_unchecked, make_typed
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.parallel.rules.check import check_support
-from hpc_train.planner.model.jobs import OFFLOAD, RECOMPUTE, SCHEDULES
+from hpc_train.planner.model.inputs import OFFLOAD, RECOMPUTE, SCHEDULES
 from hpc_train.planner.plan import Plan, make_plan
 from hpc_train.planner.request import make_request
 from hpc_train.planner.search.space import LAYOUT_COLUMNS, TECHNIQUE_COLUMNS, SearchSpace, iterate_blocks

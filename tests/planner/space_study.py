@@ -17,7 +17,8 @@ from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
 from hpc_train.planner import constants
 from hpc_train.planner.model.from_config import jobs_from_config
-from hpc_train.planner.model.jobs import Column, Jobs, replace_columns
+from hpc_train.planner.model.inputs import Column
+from hpc_train.planner.model.jobs import Jobs, replace_columns
 from hpc_train.planner.model.memory import estimate_memory_totals
 from hpc_train.planner.model.step_time import estimate_step_time
 from hpc_train.planner.search.degree_limits import find_degree_limits, list_divisors

@@ -13,7 +13,7 @@ from hpc_train.config.parallel import resolve_degrees
 from hpc_train.errors import UserError
 from hpc_train.models.attention import plain_attention
 from hpc_train.parallel.rules.check import check_support
-from hpc_train.planner.model import activations
+from hpc_train.planner.model.layer import activations
 from hpc_train.planner.rehearsal.one_rank import rehearse_rank
 from hpc_train.planner.rehearsal.rehearse import rehearse_run
 

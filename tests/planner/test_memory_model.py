@@ -9,9 +9,10 @@ import pytest
 from planner_runs import run
 
 from hpc_train.planner.constants import Constants, default_constants
-from hpc_train.planner.model.activations import layer_activations
 from hpc_train.planner.model.from_config import jobs_from_config
-from hpc_train.planner.model.jobs import RECOMPUTE, STACKS, Jobs, as_column, replace_columns
+from hpc_train.planner.model.inputs import RECOMPUTE, STACKS
+from hpc_train.planner.model.jobs import Jobs, as_column, replace_columns
+from hpc_train.planner.model.layer.activations import layer_activations
 from hpc_train.planner.model.memory import MAYBE, NO, YES, Memory, estimate_memory
 
 PLAIN = Constants(activations=1.0, fragmentation=0.0, context=0.0)

@@ -10,7 +10,8 @@ from planner_runs import run
 
 from hpc_train.errors import UserError
 from hpc_train.planner.model.from_config import jobs_from_config
-from hpc_train.planner.model.jobs import SCHEDULES, Jobs, replace_columns
+from hpc_train.planner.model.inputs import SCHEDULES
+from hpc_train.planner.model.jobs import Jobs, replace_columns
 from hpc_train.planner.model.pipeline import micro_batches_in_flight
 from hpc_train.planner.model.stage_layers import rank_layers, split_layers
 from hpc_train.planner.model.step_time import bubble_seconds

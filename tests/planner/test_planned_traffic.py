@@ -17,7 +17,7 @@ from hpc_train.parallel.rules.check import check_support
 from hpc_train.planner.model import network
 from hpc_train.planner.model.from_config import jobs_from_config
 from hpc_train.planner.model.jobs import Jobs
-from hpc_train.planner.model.layer_time import ulysses_bytes
+from hpc_train.planner.model.layer.layer_time import ulysses_bytes
 from hpc_train.traffic.flows import compute_flows
 
 _SMALL = {

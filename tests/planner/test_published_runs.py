@@ -19,7 +19,7 @@ from hpc_train.planner.calibration.validate import (
     validate_predictions,
 )
 from hpc_train.planner.constants import default_constants
-from hpc_train.planner.model.jobs import FSDP
+from hpc_train.planner.model.inputs import FSDP
 
 FOLDER = Path(__file__).parents[2].parent / "shared/data"
 HERE = FOLDER.is_dir()

@@ -13,7 +13,7 @@ from hpc_train.planner.calibration.run_table import MeasuredRun, RefusedRun, job
 from hpc_train.planner.calibration.unstated import predict_spread
 from hpc_train.planner.constants import default_constants
 from hpc_train.planner.model.accelerators import find_accelerator
-from hpc_train.planner.model.jobs import RECOMPUTE, SCHEDULES, STACKS
+from hpc_train.planner.model.inputs import RECOMPUTE, SCHEDULES, STACKS
 
 SAMPLE = Path(__file__).with_name("published_sample.csv")
 """A few public rows, each with its source."""

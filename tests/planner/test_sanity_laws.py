@@ -8,7 +8,8 @@ from planner_runs import run
 
 from hpc_train.planner.constants import default_constants
 from hpc_train.planner.model.from_config import jobs_from_config
-from hpc_train.planner.model.jobs import OFFLOAD, SCHEDULES, STACKS, Jobs, replace_columns
+from hpc_train.planner.model.inputs import OFFLOAD, SCHEDULES, STACKS
+from hpc_train.planner.model.jobs import Jobs, replace_columns
 from hpc_train.planner.model.stage_layers import split_layers
 from hpc_train.planner.model.step_time import Estimate, estimate_jobs
 

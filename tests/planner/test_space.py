@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 from planner_runs import NAMES, Row, naive_rows, refusal, rows_of, run
 
-from hpc_train.planner.model.jobs import SCHEDULES
+from hpc_train.planner.model.inputs import SCHEDULES
 from hpc_train.planner.search.degree_limits import find_degree_limits
 from hpc_train.planner.search.space import FixedColumns, SearchSpace, iterate_blocks
 from hpc_train.schedules.generate import REQUIREMENTS

@@ -10,19 +10,10 @@ from planner_runs import run
 
 from hpc_train.planner.constants import Constants, default_constants
 from hpc_train.planner.model.from_config import jobs_from_config
-from hpc_train.planner.model.jobs import (
-    DEEPSPEED,
-    FSDP,
-    MEGATRON,
-    RECOMPUTE,
-    Jobs,
-    as_column,
-    job_columns,
-    recomputed_share,
-    replace_columns,
-)
+from hpc_train.planner.model.inputs import DEEPSPEED, FSDP, MEGATRON, RECOMPUTE
+from hpc_train.planner.model.jobs import Jobs, as_column, job_columns, recomputed_share, replace_columns
+from hpc_train.planner.model.layer.products import wave_quantization
 from hpc_train.planner.model.network import all_gather_seconds, all_reduce_seconds, exposed_seconds, make_rank_group
-from hpc_train.planner.model.products import wave_quantization
 from hpc_train.planner.model.stage_layers import split_layers
 from hpc_train.planner.model.step_time import Estimate, StepTime, estimate_jobs
 

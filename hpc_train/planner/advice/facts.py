@@ -13,8 +13,10 @@ from hpc_train.config.run import RunConfig
 from hpc_train.placement.described_cluster import count_nodes, count_ranks_per_node
 from hpc_train.planner.candidate import make_projected_job
 from hpc_train.planner.constants import Constants
-from hpc_train.planner.model.from_config import jobs_from_config, list_assumptions
-from hpc_train.planner.model.jobs import OFFLOAD, RECOMPUTE, Jobs, replace_columns, take_single
+from hpc_train.planner.model.from_config import jobs_from_config
+from hpc_train.planner.model.inputs import OFFLOAD, RECOMPUTE
+from hpc_train.planner.model.jobs import Jobs, replace_columns, take_single
+from hpc_train.planner.model.machine_columns import list_assumptions
 from hpc_train.planner.model.memory import estimate_memory
 from hpc_train.planner.model.step_time import estimate_jobs
 from hpc_train.planner.reliability.projection import AssumedFailureRate, ProjectedJob, Projection, project_run

@@ -31,7 +31,8 @@ from hpc_train.planner.constants import (
     replace_values,
 )
 from hpc_train.planner.evidence import count_evidence
-from hpc_train.planner.model.jobs import FSDP, Jobs, job_columns
+from hpc_train.planner.model.inputs import FSDP
+from hpc_train.planner.model.jobs import Jobs, job_columns
 from hpc_train.planner.model.memory import Memory, estimate_memory
 from hpc_train.planner.model.step_time import estimate_step_time
 

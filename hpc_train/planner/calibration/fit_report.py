@@ -35,8 +35,8 @@ from hpc_train.planner.calibration.validate import (
     summarize_errors,
 )
 from hpc_train.planner.constants import Constants, replace_values
-from hpc_train.planner.model.jobs import DEEPSPEED, FSDP
-from hpc_train.planner.model.products import is_blackwell
+from hpc_train.planner.model.inputs import DEEPSPEED, FSDP
+from hpc_train.planner.model.layer.products import is_blackwell
 
 A100_GPT = ("sc21", "korth", "megascale", "zb", "vtrain", "bloom", "mtnlg")
 """Families of dense GPTs on several nodes of A100."""

@@ -10,8 +10,8 @@ from hpc_train.models.counts import compute_mean_keys
 from hpc_train.planner.calibration.run_row import CsvRow
 from hpc_train.planner.calibration.software import SoftwareTraits
 from hpc_train.planner.model.accelerators import Accelerator, attention_peak
-from hpc_train.planner.model.adapters import list_linear_shapes, make_adapter_columns
-from hpc_train.planner.model.jobs import CUDA_GRAPHS, FLOAT8_RECIPES, RECOMPUTE, SCHEDULES, STACKS
+from hpc_train.planner.model.inputs import CUDA_GRAPHS, FLOAT8_RECIPES, RECOMPUTE, SCHEDULES, STACKS
+from hpc_train.planner.model.layer.adapters import list_linear_shapes, make_adapter_columns
 from hpc_train.units import GIB
 
 ZERO_STAGES = {"": 0, "ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3, "zero3": 3}

@@ -36,7 +36,8 @@ from hpc_train.planner.calibration.software import (
     knows_software,
 )
 from hpc_train.planner.model.accelerators import Accelerator, find_accelerator
-from hpc_train.planner.model.jobs import CUDA_GRAPHS, FLOAT8_RECIPES, RECOMPUTE, SCHEDULES, Jobs, as_column
+from hpc_train.planner.model.inputs import CUDA_GRAPHS, FLOAT8_RECIPES, RECOMPUTE, SCHEDULES
+from hpc_train.planner.model.jobs import Jobs, as_column
 from hpc_train.regular_files import MAX_TEXT_BYTES, read_regular
 from hpc_train.units import GIB
 

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from hpc_train.planner.calibration.run_table import MeasuredRun, jobs_from_runs
 from hpc_train.planner.constants import Constants
-from hpc_train.planner.model.jobs import FULL, MEGATRON, RECOMPUTE, SCHEDULES, SELECTIVE, Jobs, replace_columns
+from hpc_train.planner.model.inputs import FULL, MEGATRON, RECOMPUTE, SCHEDULES, SELECTIVE
+from hpc_train.planner.model.jobs import Jobs, replace_columns
 from hpc_train.planner.model.step_time import estimate_step_time
 
 Floats = NDArray[np.float64]

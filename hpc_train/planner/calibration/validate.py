@@ -21,7 +21,8 @@ from hpc_train.planner.calibration.fit import (
 from hpc_train.planner.calibration.run_table import MeasuredRun, RefusedRun, RunTable, jobs_from_runs
 from hpc_train.planner.calibration.unstated import predict_spread
 from hpc_train.planner.constants import Constants, without_residuals
-from hpc_train.planner.model.jobs import RECOMPUTE, Jobs, replace_columns
+from hpc_train.planner.model.inputs import RECOMPUTE
+from hpc_train.planner.model.jobs import Jobs, replace_columns
 from hpc_train.planner.model.memory import FITS, NO, YES, estimate_memory
 from hpc_train.planner.model.step_time import estimate_step_time
 from hpc_train.planner.search.top_candidates import EQUAL_TIME_TOLERANCE, layout_complexity

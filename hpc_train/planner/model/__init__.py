@@ -1,10 +1,10 @@
-"""Estimate memory and time of many jobs at once: jobs.py has the columns that every formula here is made of.
+"""Estimate memory and time of many jobs at once. inputs.py has the columns that are given, jobs.py those that follow.
 
 A function is named by the quantity it returns, such as bubble_seconds. Shapes: [n] is a value for each job, [3, n] one
 for the first, a middle and the last stage of its pipeline; a scalar [] stands for all jobs.
 
-Time: layer.py has the computation of a layer, from products.py (matrix products) and experts.py; layer_time.py adds its
-communication, by network.py; step_time.py makes a step of layers. Memory: peak_memory/ searches a step's moments, with
-activations.py and pipeline.py; memory.py adds what the allocator and the driver take, and has the formulas of published
-stacks. from_config.py makes jobs of a run, with accelerators.py and fabric.py.
+Time: layer/ has the computation and communication of a layer; step_time.py makes a step of layers, with network.py.
+Memory: peak_memory/ searches a step's moments, with layer/activations.py and pipeline.py; memory.py adds what the
+allocator and the driver take, and has the formulas of published stacks. from_config.py makes jobs of a run, with
+machine_columns.py, accelerators.py and fabric.py.
 """

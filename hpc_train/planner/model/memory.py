@@ -12,8 +12,9 @@ from functools import cached_property
 import numpy as np
 
 from hpc_train.planner.constants import Constants
-from hpc_train.planner.model.activations import layer_activations
-from hpc_train.planner.model.jobs import DEEPSPEED, FLOAT8_RECIPES, FSDP, HPC_TRAIN, Column, Jobs, job_columns
+from hpc_train.planner.model.inputs import DEEPSPEED, FLOAT8_RECIPES, FSDP, HPC_TRAIN, Column
+from hpc_train.planner.model.jobs import Jobs, job_columns
+from hpc_train.planner.model.layer.activations import layer_activations
 from hpc_train.planner.model.peak_memory.step_peaks import (
     PeakMemory,
     bound_peak_total,

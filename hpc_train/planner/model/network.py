@@ -11,17 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpc_train.planner.constants import Constants
-from hpc_train.planner.model.jobs import (
-    DEEPSPEED,
-    FULL,
-    HPC_TRAIN,
-    MEGATRON,
-    SCHEDULES,
-    Column,
-    Jobs,
-    choose,
-    replace_columns,
-)
+from hpc_train.planner.model.inputs import DEEPSPEED, FULL, HPC_TRAIN, MEGATRON, SCHEDULES, Column
+from hpc_train.planner.model.jobs import Jobs, choose, replace_columns
 from hpc_train.planner.model.pipeline import SPLITS_BACKWARD
 from hpc_train.traffic.sharding import count_block_gathers, count_end_gathers, count_reductions
 

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.planner.model.distinct import find_distinct
-from hpc_train.planner.model.jobs import HPC_TRAIN, SCHEDULES, Column, Jobs
+from hpc_train.planner.model.inputs import HPC_TRAIN, SCHEDULES, Column
+from hpc_train.planner.model.jobs import Jobs
 from hpc_train.schedules.generate import REQUIREMENTS, generate_row
 from hpc_train.schedules.order import Kind, OrderEntry, list_actions
 

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.planner.model.distinct import find_distinct
-from hpc_train.planner.model.jobs import HPC_TRAIN, Column, Jobs
+from hpc_train.planner.model.inputs import HPC_TRAIN, Column
+from hpc_train.planner.model.jobs import Jobs
 from hpc_train.planner.model.pipeline import V_SHAPED
 
 

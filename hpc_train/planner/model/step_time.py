@@ -8,12 +8,13 @@ from functools import cached_property
 import numpy as np
 
 from hpc_train.planner.constants import Constants, residual_factor
-from hpc_train.planner.model.jobs import DEEPSPEED, FSDP, MEGATRON, SCHEDULES, Column, Jobs, choose
-from hpc_train.planner.model.layer import LayerWork, attention_score_width
-from hpc_train.planner.model.layer_time import LayerTime, estimate_layer_time, get_pcie_bandwidth
+from hpc_train.planner.model.inputs import DEEPSPEED, FSDP, MEGATRON, SCHEDULES, Column
+from hpc_train.planner.model.jobs import Jobs, choose
+from hpc_train.planner.model.layer.layer_time import LayerTime, estimate_layer_time, get_pcie_bandwidth
+from hpc_train.planner.model.layer.layer_work import LayerWork, attention_score_width
+from hpc_train.planner.model.layer.products import is_blackwell
 from hpc_train.planner.model.memory import Memory, estimate_memory
 from hpc_train.planner.model.network import OverlapWindows, data_seconds, send_seconds
-from hpc_train.planner.model.products import is_blackwell
 from hpc_train.planner.model.stage_layers import LayerSplit, split_layers
 
 _HOST_UPDATE = 4.0

@@ -19,7 +19,7 @@ from hpc_train.parallel.rules.check import check_support
 from hpc_train.planner.candidate import Candidate
 from hpc_train.planner.candidate_text import PART_LABELS
 from hpc_train.planner.constants import Constants
-from hpc_train.planner.model.jobs import SCHEDULES
+from hpc_train.planner.model.inputs import SCHEDULES
 from hpc_train.planner.model.memory import estimate_memory_totals
 from hpc_train.planner.search.degree_limits import list_divisors, list_tensor_degrees
 from hpc_train.planner.search.search import ROWS_AT_ONCE, SearchBase, candidates_to_jobs, search_space

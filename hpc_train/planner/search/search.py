@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from hpc_train.planner.constants import Constants
 from hpc_train.planner.evidence import handicap, list_unmeasured
-from hpc_train.planner.model.jobs import SCHEDULES, Column, Jobs, replace_columns
+from hpc_train.planner.model.inputs import SCHEDULES, Column
+from hpc_train.planner.model.jobs import Jobs, replace_columns
 from hpc_train.planner.model.memory import (
     MAYBE,
     YES,

@@ -14,7 +14,7 @@ from itertools import product
 
 import numpy as np
 
-from hpc_train.planner.model.jobs import OFFLOAD, RECOMPUTE, SCHEDULES, Column
+from hpc_train.planner.model.inputs import OFFLOAD, RECOMPUTE, SCHEDULES, Column
 from hpc_train.planner.search.degree_limits import (
     DegreeLimits,
     list_context_degrees,

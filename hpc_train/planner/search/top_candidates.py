@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.config.parallel import AXES
-from hpc_train.planner.model.jobs import SCHEDULES, Column
+from hpc_train.planner.model.inputs import SCHEDULES, Column
 from hpc_train.planner.search.space import LAYOUT_COLUMNS, TECHNIQUE_COLUMNS, Columns
 
 COLUMN_NAMES = (*LAYOUT_COLUMNS, *TECHNIQUE_COLUMNS)

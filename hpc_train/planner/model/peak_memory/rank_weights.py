@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_train.planner.model.jobs import Column, Jobs, choose, replace_columns
+from hpc_train.planner.model.inputs import Column
+from hpc_train.planner.model.jobs import Jobs, choose, replace_columns
 from hpc_train.planner.model.pipeline import SPLITS_BACKWARD
 from hpc_train.planner.model.stage_layers import StageLayers
 from hpc_train.traffic.axes import BUCKET_MIB

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.planner.constants import Constants
-from hpc_train.planner.model.jobs import Column, Jobs, choose
+from hpc_train.planner.model.inputs import Column
+from hpc_train.planner.model.jobs import Jobs, choose
 from hpc_train.planner.model.peak_memory.rank_weights import count_new_shards
 from hpc_train.planner.model.peak_memory.step_sizes import BlockSizes, StepSizes, size_step
 from hpc_train.planner.model.pipeline import PipelineMoment, first_peak_moment, peak_moments

@@ -8,7 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.planner.constants import Constants
-from hpc_train.planner.model.activations import (
+from hpc_train.planner.model.inputs import SCHEDULES, Column
+from hpc_train.planner.model.jobs import Jobs, choose
+from hpc_train.planner.model.layer.activations import (
     LayerActivations,
     asynchronous_working,
     dropout_attention_working,
@@ -19,7 +21,6 @@ from hpc_train.planner.model.activations import (
     pending_gradient_bytes,
     stored_scores_working,
 )
-from hpc_train.planner.model.jobs import SCHEDULES, Column, Jobs, choose
 from hpc_train.planner.model.peak_memory.rank_weights import (
     GatheredParameters,
     RankState,

@@ -12,11 +12,12 @@ import numpy as np
 
 from hpc_train.config.cluster import PCIE_BANDWIDTH
 from hpc_train.planner.constants import Constants
-from hpc_train.planner.model.activations import layer_activations
 from hpc_train.planner.model.distinct import find_distinct_jobs, take_columns
-from hpc_train.planner.model.experts import expert_launch_seconds, exposed_exchange_seconds
-from hpc_train.planner.model.jobs import FLOAT8_RECIPES, FSDP, FULL, Column, Jobs, choose
-from hpc_train.planner.model.layer import LayerWork, attention_score_width, layer_work
+from hpc_train.planner.model.inputs import FLOAT8_RECIPES, FSDP, FULL, Column
+from hpc_train.planner.model.jobs import Jobs, choose
+from hpc_train.planner.model.layer.activations import layer_activations
+from hpc_train.planner.model.layer.experts import expert_launch_seconds, exposed_exchange_seconds
+from hpc_train.planner.model.layer.layer_work import LayerWork, attention_score_width, layer_work
 from hpc_train.planner.model.network import all_reduce_seconds, all_to_all_seconds, make_rank_group, send_seconds
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from hpc_train.planner.constants import Constants
-from hpc_train.planner.model.jobs import Column, Jobs
+from hpc_train.planner.model.inputs import Column
+from hpc_train.planner.model.jobs import Jobs
 
 
 def list_linear_shapes(

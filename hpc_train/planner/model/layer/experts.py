@@ -10,12 +10,13 @@ from __future__ import annotations
 import numpy as np
 
 from hpc_train.planner.constants import Constants
-from hpc_train.planner.model.jobs import FULL, GRAPHED_STEP, MEGATRON, Column, Jobs, choose
+from hpc_train.planner.model.inputs import FULL, GRAPHED_STEP, MEGATRON, Column
+from hpc_train.planner.model.jobs import Jobs, choose
+from hpc_train.planner.model.layer.products import grouped_seconds, linear_seconds
 from hpc_train.planner.model.network import all_to_all_seconds, make_rank_group
-from hpc_train.planner.model.products import grouped_seconds, linear_seconds
 
 _GATED_PASSES = 3.0
-"""Passes of SwiGLU over its width: it reads both branches and writes one (see layer.py)."""
+"""Passes of SwiGLU over its width: it reads both branches and writes one (see layer_work.py)."""
 _EXCHANGE_UNITS = 20 / 132
 """Share of a GPU's multiprocessors that run an all-to-all beside computation (DeepSeek-AI 2024, arXiv:2412.19437,
 section 3.2.2: 20 of an H800's 132)."""

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpc_train.planner.constants import Constants
-from hpc_train.planner.model.adapters import adapter_seconds
-from hpc_train.planner.model.experts import expert_elementwise, expert_kernels, expert_products, mix_layers
-from hpc_train.planner.model.jobs import DEEPSPEED, FSDP, FULL, HPC_TRAIN, SELECTIVE, Column, Jobs, choose
-from hpc_train.planner.model.products import linear_seconds, misalignment_factor, wide_products
+from hpc_train.planner.model.inputs import DEEPSPEED, FSDP, FULL, HPC_TRAIN, SELECTIVE, Column
+from hpc_train.planner.model.jobs import Jobs, choose
+from hpc_train.planner.model.layer.adapters import adapter_seconds
+from hpc_train.planner.model.layer.experts import expert_elementwise, expert_kernels, expert_products, mix_layers
+from hpc_train.planner.model.layer.products import linear_seconds, misalignment_factor, wide_products
 
 # Elementwise work is limited by memory bandwidth. A pass reads or writes every element of a tensor once. These are the
 # passes of a layer's forward in the fused kernels of Megatron-LM (bias + GELU, bias + dropout + add, scale + mask +

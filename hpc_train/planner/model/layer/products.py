@@ -6,16 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.planner.constants import Constants
-from hpc_train.planner.model.jobs import (
-    FLOAT8_RECIPES,
-    FSDP,
-    HPC_TRAIN,
-    MEGATRON,
-    Column,
-    Jobs,
-    choose,
-    replace_columns,
-)
+from hpc_train.planner.model.inputs import FLOAT8_RECIPES, FSDP, HPC_TRAIN, MEGATRON, Column
+from hpc_train.planner.model.jobs import Jobs, choose, replace_columns
 
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.06), (128, 64, 1.2))
 """Tile sizes that cuBLAS chooses from: rows and columns of the result that one multiprocessor computes at a time, and

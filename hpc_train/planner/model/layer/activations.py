@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpc_train.planner.constants import Constants
-from hpc_train.planner.model.experts import expert_activations, expert_gradients, mix_layers
-from hpc_train.planner.model.jobs import FSDP, FULL, HPC_TRAIN, MEGATRON, SELECTIVE, Column, Jobs, choose
-from hpc_train.planner.model.layer import recompute_shares
+from hpc_train.planner.model.inputs import FSDP, FULL, HPC_TRAIN, MEGATRON, SELECTIVE, Column
+from hpc_train.planner.model.jobs import Jobs, choose
+from hpc_train.planner.model.layer.experts import expert_activations, expert_gradients, mix_layers
+from hpc_train.planner.model.layer.layer_work import recompute_shares
 
 _WIDE = 4.0
 """Bytes of an fp32 element."""
