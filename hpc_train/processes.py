@@ -15,11 +15,11 @@ from pathlib import Path
 _SET_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
 _HEAP_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "LD_PRELOAD")
-"""With which a user sets glibc's allocator, or preloads another."""
+"""Variables with which a user sets glibc's allocator, or preloads another one."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt(3), from malloc.h."""
 _LARGEST_HEAP_BLOCK = 32 << 20
-"""Bytes from which on a block is mapped by itself and unmapped when freed: where glibc's own threshold ends."""
+"""Blocks of more bytes are mapped by themselves, and unmapped when freed. glibc's own threshold grows up to this."""
 
 
 def signal_at_parent_end(number: signal.Signals) -> None:
@@ -33,7 +33,7 @@ def keep_freed_memory(kept_bytes: int, env: Mapping[str, str]) -> None:
     """Let this process keep the memory that it frees, for what it allocates next.
 
     By default glibc gives it back to the kernel, which then maps and clears every page anew. Leaves alone what the user
-    has set in `env`, and another C library or allocator. kept_bytes: most that may be free at the end of the heap.
+    has set in `env`, and other C libraries and allocators. kept_bytes: maximum that stays free at the end of the heap.
     """
     import ctypes
 

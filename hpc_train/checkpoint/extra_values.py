@@ -22,7 +22,7 @@ from hpc_train.errors import UserError
 from hpc_train.interfaces import TensorShard
 
 _MARKS = ("$tensor", "$array", "$tuple", "$items", "$number")
-_MOST_NUMBERS = 1 << 40
+_MAX_NUMBERS = 1 << 40
 
 
 def pack_extra(value: Any, rank: int) -> tuple[Any, list[TensorShard]]:
@@ -132,7 +132,7 @@ def _make_target(content: Any) -> TensorShard:
     try:
         index, shape = int(content["index"]), tuple(int(size) for size in content["shape"])
         dtype = parse_dtype(content["dtype"])
-        if index < 0 or min(shape, default=0) < 0 or math.prod(shape) > _MOST_NUMBERS:
+        if index < 0 or min(shape, default=0) < 0 or math.prod(shape) > _MAX_NUMBERS:
             raise ValueError(content)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError("its extra names a tensor without a valid index, dtype and shape") from error

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpc_train.cli.arguments import add_examples, add_json, add_weights, choose_device, whole_number
 
-_MOST_PROMPT_BYTES = 64 << 20
+_MAX_PROMPT_BYTES = 64 << 20
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -138,7 +138,7 @@ def _read_prompts(path: Path) -> list[str]:
     from hpc_train.regular_files import read_regular
 
     try:
-        text = read_regular(path.expanduser(), _MOST_PROMPT_BYTES, follow=True).decode("utf-8-sig")
+        text = read_regular(path.expanduser(), _MAX_PROMPT_BYTES, follow=True).decode("utf-8-sig")
     except OSError as error:
         raise UserError(f"--file {path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:

@@ -264,7 +264,7 @@ def group_similar_sets(sets_to_group: Sequence[frozenset[object]]) -> list[list[
     return sorted(map(sorted, groups.values()))
 
 
-_MOST_HOLDERS = 64
+_MAX_HOLDERS = 64
 """Each thing is compared in this many different sets; beyond that only with the next one, to stay linear."""
 
 
@@ -276,7 +276,7 @@ def _count_shared(kinds: Sequence[frozenset[object]]) -> Mapping[tuple[int, int]
             holders.setdefault(thing, []).append(number)
     shared: Counter[tuple[int, int]] = Counter()
     for numbers in holders.values():
-        shared.update(combinations(numbers, 2) if len(numbers) <= _MOST_HOLDERS else pairwise(numbers))
+        shared.update(combinations(numbers, 2) if len(numbers) <= _MAX_HOLDERS else pairwise(numbers))
     return shared
 
 

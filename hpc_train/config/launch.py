@@ -105,13 +105,12 @@ class ContainerConfig:
     command: str = config_field(default="apptainer", choices=("apptainer", "singularity"))
     """Program that starts containers, for kind=apptainer."""
     runtime: str = config_field(default="crun", choices=("crun", "runc"))
-    """Program that Podman has start containers. With runc, ranks have no other groups than their first."""
+    """Program with which Podman starts containers. With runc, ranks keep only their primary group."""
     python: str = "python3"
     """Python inside of the image; hpc_train is found there, or in the snapshot of the code."""
     gpu: str = config_field(default="auto", choices=("auto", "nvidia", "amd", "none"))
-    """Vendor of the GPU libraries to add: with apptainer by --nv or --rocm, with podman those of nvidia as the nodes'
-    CDI files say (nvidia-ctk); auto: as cluster.gpu.name says. Images of Charliecloud have them inside (ch-fromhost).
-    """
+    """Vendor of the GPU libraries to add; auto: that of cluster.gpu.name. apptainer: --nv or --rocm; podman: NVIDIA's,
+    from the nodes' CDI files (nvidia-ctk). Images of Charliecloud have them inside (ch-fromhost)."""
     read: list[str] = config_field(default=[])
     """Additional files or folders that ranks read, under the same path inside; /outside:/inside for another path."""
     write: list[str] = config_field(default=[])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hpc_train.config.schema import config_dataclass, config_field
 from hpc_train.errors import UserError
 
-MOST_STEPS = 100
+MAX_STEPS = 100
 """A trace of more steps than this fits into no viewer."""
 
 
@@ -41,8 +41,8 @@ def parse_steps(text: str, where: str = "profile.steps") -> tuple[int, int]:
     bounds = int(first), int(last)
     if not 1 <= bounds[0] <= bounds[1]:
         raise UserError(f"{where}={text}: steps are counted from 1, and the last is not before the first")
-    if bounds[1] - bounds[0] >= MOST_STEPS:
-        raise UserError(f"{where}={text}: more than {MOST_STEPS} steps are too many for one trace; ask for fewer")
+    if bounds[1] - bounds[0] >= MAX_STEPS:
+        raise UserError(f"{where}={text}: more than {MAX_STEPS} steps are too many for one trace; ask for fewer")
     return bounds
 
 

@@ -14,9 +14,9 @@ from hpc_train.regular_files import read_regular
 
 POINTS_FILE = "points.jsonl"
 """File by which a sweep directory is recognised; next to `points/`, which has the run directories."""
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 """Maximum bytes of such a file; ours have about 5,000."""
-_MOST_DEPTH = 32
+_MAX_DEPTH = 32
 
 
 def load_run_file(path: Path) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def load_run_file(path: Path) -> dict[str, Any]:
     Raises UserError naming the file if it is no such configuration.
     """
     try:
-        text = read_regular(path, _MOST_BYTES, follow=True).decode()
+        text = read_regular(path, _MAX_BYTES, follow=True).decode()
         _check_events(text)
         plain = OmegaConf.to_container(OmegaConf.create(text))
     except OSError as error:
@@ -46,5 +46,5 @@ def _check_events(text: str) -> None:
         if isinstance(event, yaml.AliasEvent):
             raise ValueError("it has YAML aliases")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _MOST_DEPTH:
+        if depth > _MAX_DEPTH:
             raise ValueError("it is nested too deeply")

@@ -368,10 +368,10 @@ def _select_block_hosts(
     ]
 
 
-_MOST_NAMED = 6
+_MAX_NAMED = 6
 
 
 def _name_some(names: Sequence[str]) -> str:
     """List a few names, and how many more there are."""
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return f"{compress_hostlist(names[:_MOST_NAMED])}{more}"
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return f"{compress_hostlist(names[:_MAX_NAMED])}{more}"

@@ -20,7 +20,7 @@ from hpc_train.errors import UserError
 from hpc_train.regular_files import open_to_read
 from hpc_train.training.records.profile_files import MODULE_PREFIX, PHASE_PREFIX, STEP_PREFIX, TraceFile
 
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 """Maximum size of an uncompressed trace."""
 _HOST = ("cpu_op", "user_annotation")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -130,10 +130,10 @@ def _uncompress(path: Path) -> bytes:
         unpacker = zlib.decompressobj(zlib.MAX_WBITS | 16)
         parts, size = [], 0
         while data := file.read(1 << 20):
-            parts.append(unpacker.decompress(data, MOST_BYTES - size + 1))
+            parts.append(unpacker.decompress(data, MAX_BYTES - size + 1))
             size += len(parts[-1])
-            if size > MOST_BYTES:
-                raise ValueError(f"it has more than {MOST_BYTES >> 20} MiB; open it in Perfetto, or trace fewer steps")
+            if size > MAX_BYTES:
+                raise ValueError(f"it has more than {MAX_BYTES >> 20} MiB; open it in Perfetto, or trace fewer steps")
     if not unpacker.eof:
         raise ValueError("its end is missing")
     return b"".join(parts)

@@ -15,7 +15,7 @@ from hpc_train.traffic.axes import Flow
 TENSOR_AXES = ("tp",)
 MIN_CHUNK_BYTES = 1 << 18
 """Minimum bytes of a chunk in parallel/tensor/ring_exchange.py: below it, latency costs more than overlap gains."""
-MOST_CHUNKS = 4
+MAX_CHUNKS = 4
 """Chunks that it cuts a shard into, at most, because small products run slowly."""
 
 
@@ -94,7 +94,7 @@ def list_tensor_flows(calls: TensorCalls, hidden: float, micro_batches: int) -> 
 def list_ring_tensor_flows(calls: TensorCalls, hidden: float, micro_batches: int, tp: int) -> list[Flow]:
     """Return the flows of asynchronous tensor parallelism, which sends chunks of each shard round a ring."""
     shard = hidden / tp
-    chunks = max(1, min(MOST_CHUNKS, int(shard // MIN_CHUNK_BYTES)))
+    chunks = max(1, min(MAX_CHUNKS, int(shard // MIN_CHUNK_BYTES)))
     count = (calls.gathers + calls.scatters) * (tp - 1) * chunks * micro_batches
     return [Flow(TENSOR_AXES, "send_recv", shard / chunks, count, "activations")] if count else []
 

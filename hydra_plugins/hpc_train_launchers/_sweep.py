@@ -26,7 +26,7 @@ from hpc_train.launch.callables.waiting import JobEnd, JobSource, StartedJob, wa
 from hpc_train.launch.slurm.slurm_cli import handle_signals
 from hydra_plugins.hpc_train_launchers._point import SharedState, cache_composed_points, write_points_file
 
-_MOST_NAMED = 3
+_MAX_NAMED = 3
 """Points that are named in a line about several."""
 log = logging.getLogger(__name__)
 
@@ -202,8 +202,8 @@ def _log_warnings(returns: Sequence[JobReturn], first: int) -> None:
 
 
 def _join_points(numbers: list[str]) -> str:
-    more = f" and {len(numbers) - _MOST_NAMED} more" if len(numbers) > _MOST_NAMED else ""
-    return ", ".join(numbers[:_MOST_NAMED]) + more
+    more = f" and {len(numbers) - _MAX_NAMED} more" if len(numbers) > _MAX_NAMED else ""
+    return ", ".join(numbers[:_MAX_NAMED]) + more
 
 
 def _find_output_directory(returned: JobReturn) -> Path:

@@ -20,7 +20,7 @@ from hpc_train.interfaces import World
 from hpc_train.testing import run_ranks
 
 OLD, NEW = state(1), state(2)
-MOST = 40
+MAX_STATES = 40
 """States a moment, where there are more."""
 SAVES = {"next step": (2, 1), "the same step again": (1, 1), "next step of two": (2, 2), "the same step of two": (1, 2)}
 """(step, ranks)."""
@@ -46,7 +46,7 @@ def violations(before: Disk, operations: Sequence[Operation], step: int, scratch
     def problem_of_step(directory: Path, returned: bool) -> str | None:
         return problem(directory, step, returned)
 
-    return all_violations(before, operations, problem_of_step, scratch, MOST, last)
+    return all_violations(before, operations, problem_of_step, scratch, MAX_STATES, last)
 
 
 def problem(directory: Path, step: int, returned: bool) -> str | None:
@@ -106,7 +106,7 @@ def test_the_power_fails_while_old_steps_are_removed(directory: Path) -> None:
     drawn, seen = random.Random(1), set()
     for operation in operations:
         before.apply(operation)
-        for found in before.states(MOST, drawn):
+        for found in before.states(MAX_STATES, drawn):
             names = frozenset(name for name in found if ".trash-" not in name)
             if names not in seen:  # only names go: contents are those from before
                 seen.add(names)
@@ -126,7 +126,7 @@ def test_the_first_save_makes_its_directory_last(tmp_path: Path) -> None:
         save_alone(tmp_path / "run" / "checkpoints", 1, NEW)
     for operation in operations:
         before.apply(operation)
-    (found,) = {tuple(sorted(it.items())) for it in before.states(MOST, random.Random(1))}
+    (found,) = {tuple(sorted(it.items())) for it in before.states(MAX_STATES, random.Random(1))}
     there = put(dict(found), tmp_path / "found")
     assert holds(there / "run" / "checkpoints", 1, NEW)
 
@@ -138,7 +138,7 @@ def test_what_is_found_can_be_loaded_and_saved_over(directory: Path) -> None:
     for number, operation in enumerate(operations):
         before.apply(operation)
         if number % 4 == 0:
-            found = random.Random(number).choice(list(before.states(MOST, random.Random(number))))
+            found = random.Random(number).choice(list(before.states(MAX_STATES, random.Random(number))))
             at = put(found, directory.parent / f"found-{number}")
             save_alone(at, 3, NEW)
             assert holds(at, 3, NEW)

@@ -12,7 +12,7 @@ import pytest
 from hpc_train.cli.main import make_parser, parse_command_line
 from hpc_train.config.compose import compose
 
-MOST_EXAMPLES = 4
+MAX_EXAMPLES = 4
 LONGEST_SUMMARY = 90
 
 
@@ -42,7 +42,7 @@ LINES += [("", line) for line in examples(make_parser())]
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_examples_of_itself(command: str) -> None:
     lines = examples(COMMANDS[command])
-    assert 1 <= len(lines) <= MOST_EXAMPLES
+    assert 1 <= len(lines) <= MAX_EXAMPLES
     own = f"hpc-train {command}"
     assert all(own in line or (command == "explain" and "hpc-train --help" in line) for line in lines)
     assert "\n".join(f"  {line}" for line in lines) in COMMANDS[command].format_help()

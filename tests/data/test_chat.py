@@ -297,7 +297,7 @@ def test_a_folder_without_a_tokenizer_says_what_to_do(tmp_path: Path) -> None:
     body = json.loads(file.read_text())
     body["model"]["vocab"][next(iter(body["model"]["vocab"]))] = 1 << 31
     file.write_text(json.dumps(body))
-    with pytest.raises(UserError, match=r"has the number 2,147,483,648, of at most 16,777,216"):
+    with pytest.raises(UserError, match=r"has the id 2,147,483,648, more than the maximum of 16,777,216"):
         load_tokenizer_folder(tmp_path, "<none>")
 
 

@@ -223,7 +223,7 @@ FAULTS = (
     Fault(
         "gradients of keys with dropout under cp are not summed",
         "parallel/context/context_parallel.py",
-        "        sum_parts(local_gradient, parts, ctx.group, exchanges=ctx.exchanges)\n",
+        "        reduce_parts(local_gradient, parts, ctx.group, by_all_to_all=ctx.by_all_to_all)\n",
         "        local_gradient = parts[ctx.group.rank()]\n",
         ("parallel/test_dropout.py",),
     ),

@@ -16,7 +16,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 from hpc_train._torch.process_groups import reduce_scatter
 from hpc_train.config.parallel import ParallelConfig
 from hpc_train.interfaces import World
-from hpc_train.parallel.reduce_scatter import GradientExchange, choose_gradient_exchange, exchanges_parts, sum_parts
+from hpc_train.parallel.reduce_scatter import (
+    AllToAllReduceScatter,
+    choose_reduce_scatter,
+    reduce_parts,
+    reduces_by_all_to_all,
+)
 from hpc_train.testing import run_ranks
 
 RANKS, ROWS = 3, 5
@@ -30,11 +35,11 @@ def _draw_parts(rank: int, dtype: torch.dtype) -> Tensor:
 def _reduce(world: World, dtype: torch.dtype) -> list[Array]:
     """(ours, gloo's, ours as fully_shard calls it: sum and mean)."""
     group, parts = world.mesh.get_group("dp_shard"), _draw_parts(world.rank, dtype)
-    assert exchanges_parts(group, world)
+    assert reduces_by_all_to_all(group, world)
     ours, theirs = torch.empty_like(parts[0]), torch.empty_like(parts[0])
-    sum_parts(ours, parts, group, exchanges=True)
+    reduce_parts(ours, parts, group, by_all_to_all=True)
     reduce_scatter(theirs, parts, group)
-    found, exchange = [ours, theirs], GradientExchange()
+    found, exchange = [ours, theirs], AllToAllReduceScatter()
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         out = exchange.allocate((ours.numel(),), dtype=dtype, device=ours.device)
         exchange(output_tensor=out, input_tensor=parts.flatten(), group=group, op=op)
@@ -58,7 +63,7 @@ def test_ranks_of_several_nodes_keep_gloos() -> None:
 
     def ask(world: World) -> list[bool]:
         on_nodes = replace(world, node=world.rank // 2)
-        return [exchanges_parts(world.mesh.get_group(axis), on_nodes) for axis in ("tp", "dp_shard", "pp")]
+        return [reduces_by_all_to_all(world.mesh.get_group(axis), on_nodes) for axis in ("tp", "dp_shard", "pp")]
 
     parallel = ParallelConfig(strategy="zero3", dp_shard=2, tp=2)
     assert run_ranks(ask, 4, parallel=parallel) == [[True, False, False]] * 4
@@ -69,7 +74,7 @@ def test_groups_of_fully_shard_over_several_nodes_keep_gloos() -> None:
         model = nn.Linear(4, 2)
         mesh = world.mesh["dp_shard"]
         fully_shard(model, mesh=mesh)
-        choose_gradient_exchange([model], mesh, replace(world, node=world.rank * nodes // world.size))
+        choose_reduce_scatter([model], mesh, replace(world, node=world.rank * nodes // world.size))
         with CommDebugMode() as seen:
             model(torch.ones(1, 4)).sum().backward()
         return sum(calls for name, calls in seen.get_comm_counts().items() if "alltoall" in str(name))

@@ -41,21 +41,21 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._degrees, self._ep = degrees, ep
         self.calls: dict[Key, list[int]] = defaultdict(list)
         """Bytes of each call."""
-        self._exchange_parts = reduce_scatter.exchange_parts
+        self._reduce_by_all_to_all = reduce_scatter.reduce_by_all_to_all
         self._scatters = False
 
     def __enter__(self) -> Ledger:
-        reduce_scatter.exchange_parts = self._exchange
+        reduce_scatter.reduce_by_all_to_all = self._exchange
         return super().__enter__()  # type: ignore[no-any-return]
 
     def __exit__(self, *error: Any) -> None:
-        reduce_scatter.exchange_parts = self._exchange_parts
+        reduce_scatter.reduce_by_all_to_all = self._reduce_by_all_to_all
         super().__exit__(*error)
 
     def _exchange(self, *args: Any) -> None:
         """Do a reduce-scatter over gloo, which is an all-to-all and a sum."""
         self._scatters = True
-        self._exchange_parts(*args)
+        self._reduce_by_all_to_all(*args)
         self._scatters = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -19,7 +19,7 @@ _BLOCKS = 32
 """Blocks of the file to keep in memory."""
 _LINK_INFO, _LINK, _CONTINUATION = 0x02, 0x06, 0x10
 """Types of the messages in an object's header (HDF5 File Format Specification 3.0, IV.A.2)."""
-_MOST_MESSAGES = 256
+_MAX_MESSAGES = 256
 """Maximum number of messages of an object's header."""
 
 
@@ -151,7 +151,7 @@ def read_messages(file: Hdf5File, address: int) -> Iterator[tuple[int, Cursor]]:
             cursor.take_bytes(head - 3)
             content = Cursor(cursor.take_bytes(length), cursor.position - length)
             seen += 1
-            if seen > _MOST_MESSAGES:
+            if seen > _MAX_MESSAGES:
                 raise CheckpointError("its HDF5 structure has a header without an end")
             if kind == _CONTINUATION:
                 parts.append((content.take_number(8), content.take_number(8), b"OCHK"))

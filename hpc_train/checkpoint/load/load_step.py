@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -275,46 +275,53 @@ def load_newest_sound(
 
 def _load_resumed(directory: Path, step: int, wanted: list[TensorShard], world: World | None) -> ResumedStep:
     has_adapters = any(is_adapter_parameter(shard.name) for shard in wanted)
-    weights_only, lacks_adapters, origin, copies, wide = run_on_rank_0(
-        world, lambda: _read_content(directory, step, has_adapters)
-    )
-    chosen = select_weights(wanted) if weights_only else rename_copies(wanted, copies)
-    if lacks_adapters:
+    # The slice is a plain tuple, which ranks can send.
+    content = _StepContent(*run_on_rank_0(world, lambda: _read_content(directory, step, has_adapters)[:]))
+    chosen = select_weights(wanted) if content.weights_only else rename_copies(wanted, content.copies)
+    if content.lacks_adapters:
         chosen = [shard for shard in chosen if not is_adapter_parameter(shard.name)]
         if not any(shard.dtype.is_floating_point for shard in chosen):
             raise UserError(
                 f"checkpoint step {step} in {directory} has no adapters, and this run reads its base from model.path: "
                 "export the step (`hpc-train checkpoint export RUN FOLDER --format hf`) and give model.path=FOLDER"
             )
-    loaded = [_widen_base(shard, wide) for shard in chosen]
+    loaded = [_widen_base(shard, content.float32_names) for shard in chosen]
     extra = load_step(directory, step, loaded, world)
     for shard, read in zip(chosen, loaded, strict=True):
         if read is not shard:
             shard.local.copy_(read.local)
-    return ResumedStep(directory, step, extra, weights_only, origin, lacks_adapters)
+    return ResumedStep(directory, step, extra, content.weights_only, content.origin, content.lacks_adapters)
 
 
-def _widen_base(shard: TensorShard, wide: frozenset[str]) -> TensorShard:
-    """Return a shard in CPU memory to read a weight into that this run keeps in bfloat16, and the step in float32."""
-    if shard.name not in wide or shard.dtype != torch.bfloat16:
+class _StepContent(NamedTuple):
+    """What a step has for a run that resumes from it."""
+
+    weights_only: bool = False
+    """Only weights are to be loaded: the step has no others, or the optimizer state of another training."""
+    lacks_adapters: bool = False
+    """The run trains adapters, and the step has none."""
+    origin: Origin | None = None
+    copies: int = 0
+    """Copies of a loosely synchronised run, else 0."""
+    float32_names: frozenset[str] = frozenset()
+    """Weights in float32 of a step without adapters, which the run may keep in bfloat16 (adapter.base)."""
+
+
+def _widen_base(shard: TensorShard, float32_names: frozenset[str]) -> TensorShard:
+    """Return a float32 shard in CPU memory for a weight that the step has in float32 and this run in bfloat16."""
+    if shard.name not in float32_names or shard.dtype != torch.bfloat16:
         return shard
     return replace(shard, dtype=torch.float32, local=torch.empty(shard.local.shape))
 
 
-def _read_content(
-    directory: Path, step: int, has_adapters: bool
-) -> tuple[bool, bool, Origin | None, int, frozenset[str]]:
-    """Return (only weights are to be loaded, the run's adapters are not in the step, its origin, its copies, wide).
-
-    Copies: those of a loosely synchronised run, else 0. Wide: names in float32 of a step without adapters, which a
-    run may keep in bfloat16 (adapter.base). A damaged manifest gives (False, False, None, 0, ()): the load will fail. A
-    step without the run's adapters has the optimizer state of another training.
+def _read_content(directory: Path, step: int, has_adapters: bool) -> _StepContent:
+    """Read what a step has. has_adapters: the run trains some. A damaged manifest has nothing: the load will fail.
 
     Raises UserError for a step with adapters if the run has none, because their training would be lost silently.
     """
     manifest = try_read_manifest(locate_step(directory, step), step)
     if manifest is None:
-        return False, False, None, 0, frozenset()
+        return _StepContent()
     saved = next((tensor.name for tensor in manifest.step_layout.tensors if is_adapter_parameter(tensor.name)), None)
     if saved is not None and not has_adapters:
         raise UserError(
@@ -324,8 +331,9 @@ def _read_content(
     lacks_adapters = has_adapters and saved is None
     copies = count_copies(tensor.name for tensor in manifest.step_layout.tensors)
     weights = manifest.step_layout.tensors if lacks_adapters else ()
-    wide = frozenset(tensor.name for tensor in weights if tensor.dtype == "float32")
-    return holds_weights_only(manifest.extra) or lacks_adapters, lacks_adapters, manifest.origin, copies, wide
+    float32_names = frozenset(tensor.name for tensor in weights if tensor.dtype == "float32")
+    weights_only = holds_weights_only(manifest.extra) or lacks_adapters
+    return _StepContent(weights_only, lacks_adapters, manifest.origin, copies, float32_names)
 
 
 _COPY = re.compile(r"optim\.copy(\d+)_")

@@ -38,7 +38,7 @@ from hpc_train.checkpoint.load.verified_reader import (
 from hpc_train.checkpoint.storage.file_system import allocate_pages
 from hpc_train.interfaces import TensorShard
 
-_MOST_BUFFERS = 1000
+_MAX_BUFFERS = 1000
 """Maximum buffers of one preadv(2); Linux takes 1024 (IOV_MAX)."""
 CopyRun = list[int]
 """[first byte in the file, one past the last, address that byte 0 of the file would have, shard]"""
@@ -103,7 +103,7 @@ def make_io_vector(rest: deque[CopyRun], low: int, high: int, between: memoryvie
         # A view of the tensor's memory, which the caller keeps alive; a memoryview would cost several times as much.
         buffers.append((c_ubyte * (stop - at)).from_address(base + at))
         at = stop
-        if len(buffers) > _MOST_BUFFERS:
+        if len(buffers) > _MAX_BUFFERS:
             return None
     if at < high:
         buffers.append(between[at - low : high - low])

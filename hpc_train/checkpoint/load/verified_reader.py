@@ -45,7 +45,7 @@ from hpc_train.regular_files import is_plain_directory, open_regular, read_regul
 
 CACHE_BYTES = 1 << 20
 """Bytes that are verified while they are still in the processor's cache."""
-_MOST = 4
+_MAX_THREADS = 4
 """Maximum threads of one process; more gain nothing."""
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 OnVerified = Callable[[int, int], object]
@@ -72,7 +72,7 @@ class ShardReader:
         """Bytes of the image of every file."""
         self._open: dict[int, _OpenShard] = {}
         self._lock, self._local = threading.Lock(), threading.local()
-        self.threads = max(1, min(len(os.sched_getaffinity(0)), _MOST))
+        self.threads = max(1, min(len(os.sched_getaffinity(0)), _MAX_THREADS))
         """Number of threads that may use a processor at once."""
         self.threads_beside_io = max(1, self.threads // 2)
         """Number of threads that may use a processor while others wait for the disk: the kernel needs some too."""

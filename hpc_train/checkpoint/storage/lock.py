@@ -44,7 +44,7 @@ _SECONDS_FOR_LAST_HEARTBEAT = 2.0
 """Time that a release gives a heartbeat that is being written."""
 _TRIES = 20
 """How often the lock may go to another process, or be released, while this one tries to create it."""
-_MOST_BYTES = 1 << 16
+_MAX_BYTES = 1 << 16
 """Maximum size of a lock file: whatever else has its name is not read whole."""
 _log = logging.getLogger(__name__)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
@@ -336,7 +336,7 @@ def _is_silent(path: Path, content: _LockContent, beat: float) -> bool:
 def _read_lock(path: Path) -> _LockContent | None:
     """Read a lock; None if there is none. Raises NotRegularError for a pipe or a device, and OSError."""
     try:
-        text = read_regular(path, _MOST_BYTES, follow=True).decode("utf-8", errors="replace")
+        text = read_regular(path, _MAX_BYTES, follow=True).decode("utf-8", errors="replace")
     except FileNotFoundError:
         return None
     try:

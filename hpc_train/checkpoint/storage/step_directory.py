@@ -28,7 +28,7 @@ from hpc_train.interfaces import TensorShard
 from hpc_train.regular_files import NotRegularError, read_regular, replace_file, sync_directory
 
 _log = logging.getLogger(__name__)
-_MOST_REMEMBERED = 1000
+_MAX_REMEMBERED = 1000
 """Sequence numbers to skip for each unreadable manifest; more saves are never kept in one directory."""
 _COMMITTED = re.compile(r"step-(0|[1-9][0-9]*)(\.old-.+)?")
 
@@ -112,7 +112,7 @@ def choose_sequence_number(directory: Path) -> int:
         except CheckpointError:
             continue
     # Bounded by what a manifest may hold; with equal numbers, the higher step counts as newer.
-    return min(max(numbers) + 1 + hidden * _MOST_REMEMBERED, LARGEST_INTEGER)
+    return min(max(numbers) + 1 + hidden * _MAX_REMEMBERED, LARGEST_INTEGER)
 
 
 def _read_identity(path: Path) -> tuple[int, ...]:

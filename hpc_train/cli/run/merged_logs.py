@@ -20,7 +20,7 @@ from hpc_train.terminal import escape_controls, one_line
 from hpc_train.training.records.warning_files import read_warnings
 from hpc_train.units import format_ranges, format_seconds
 
-_MOST_RANGES = 8
+_MAX_RANGES = 8
 """Ranges of ranks that a line lists."""
 
 
@@ -108,14 +108,14 @@ class _Layout:
         line, number = folded.line, len(folded.ranks)
         clock = datetime.fromtimestamp(line.time).strftime("%H:%M:%S.%f")[:-3] if line.measured else " " * 12
         source = f"x {number} ranks" if number > 1 else f"rank {folded.ranks[0]}"
-        which = f"  [{format_ranges(folded.ranks, _MOST_RANGES)}]" if 1 < number < self._all else ""
+        which = f"  [{format_ranges(folded.ranks, _MAX_RANGES)}]" if 1 < number < self._all else ""
         step = f"step {line.step}" if line.step is not None else ""
         text = escape_controls(line.message).replace("\n", "\\n")
         return f"{clock}  {source:<{self._width}}  {step:<9}  {line.level:<7}  {text}{which}".rstrip() + "\n"
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranges(ranks, _MOST_RANGES)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranges(ranks, _MAX_RANGES)}"
 
 
 def _count(number: int, noun: str) -> str:

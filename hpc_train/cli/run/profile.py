@@ -27,7 +27,7 @@ _NEW_STEPS = "6:10"
 _STEPS_TIMED = 20
 """Newest steps, of which the quickest says how far ahead a trace of a running run has to be asked for."""
 _STEPS_OF_RUNNING = 5
-_MOST_RANKS = 64
+_MAX_RANKS = 64
 """Ranks that can be traced at once; each writes a file of its own."""
 _POLL_SECONDS = 0.5
 _WITHOUT = {"checkpoint.every": "0", "train.eval_every": "0"}
@@ -67,8 +67,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def _profile(args: argparse.Namespace) -> int:
     ranks = [rank for rank_range in args.ranks or () for rank in rank_range]
-    if len(ranks) > _MOST_RANKS:
-        raise UserError(f"--ranks: are {len(ranks)} ranks; choose at most {_MOST_RANKS}")
+    if len(ranks) > _MAX_RANKS:
+        raise UserError(f"--ranks: are {len(ranks)} ranks; choose at most {_MAX_RANKS}")
     words = args.overrides
     if words and "=" not in words[0] and not words[0].startswith("~"):
         if len(words) > 1:

@@ -87,7 +87,7 @@ def print_experiments(point: RunPoint) -> int:
 
     summary = summarise_run(point, run_client)
     if summary.config is None:
-        loop = f"{point.run} is a training loop of your own, whose settings are not recorded: there is none to try"
+        loop = f"{point.run}: a training loop of your own, whose settings are not recorded, so there are none to try"
         raise UserError(read_config(point.run)[1] or loop)
     overrides = list_overrides(summary.config)
     print(f"# {summary.verdict.line}")

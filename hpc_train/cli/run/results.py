@@ -124,7 +124,7 @@ def _format_cell(value: Value) -> str:
     return "-" if value is None else str(value)
 
 
-_MOST_LINES, _MOST_BARS, _MOST_MARKED = 12, 60, 40
+_MAX_LINES, _MAX_BARS, _MAX_MARKED = 12, 60, 40
 _CURVES = ("loss", "validation_loss")
 """Metrics drawn for a single run."""
 _UNITS = {
@@ -145,8 +145,8 @@ def plot_sweep(results: SweepResults, path: Path) -> None:
         raise UserError(f"--plot {path}: no point has a value of {results.metric} yet")
     keys = select_varied_keys(rows, results.keys)
     lines = len({row.swept[keys[1]] for row in rows}) if len(keys) == 2 else 1
-    as_bars = not keys or len(keys) > 2 or lines > _MOST_LINES
-    figure = _make_figure(path, (7.0, max(2.5, 1.0 + 0.28 * min(len(rows), _MOST_BARS))) if as_bars else (6.4, 4.4))
+    as_bars = not keys or len(keys) > 2 or lines > _MAX_LINES
+    figure = _make_figure(path, (7.0, max(2.5, 1.0 + 0.28 * min(len(rows), _MAX_BARS))) if as_bars else (6.4, 4.4))
     axes = figure.subplots()
     if as_bars:
         _plot_bars(axes, results, rows, keys)
@@ -169,7 +169,7 @@ def plot_run(steps: Sequence[dict[str, Any]], metric: str | None, name: str, pat
             if is_number(record.get(curve)) and is_number(record["step"])
         ]
         if points:
-            style = {"marker": "o", "markersize": 4} if len(points) < _MOST_MARKED else {}
+            style = {"marker": "o", "markersize": 4} if len(points) < _MAX_MARKED else {}
             axes.plot(*zip(*points, strict=True), label=curve, **style)
             drawn += len(points)
     if not drawn:
@@ -252,14 +252,14 @@ def _scale_metric_axis(axes: Any, results: SweepResults, rows: Sequence[PointRes
 def _plot_bars(axes: Any, results: SweepResults, rows: Sequence[PointResult], keys: Sequence[str]) -> None:
     """Plot one bar per point, best on top."""
     ranked = sorted(rows, key=lambda row: results.get_value(row) or 0.0, reverse=is_higher_better(results.metric))
-    plotted = ranked[:_MOST_BARS]
+    plotted = ranked[:_MAX_BARS]
     names = [", ".join(f"{key.split('.')[-1]}={row.swept.get(key)}" for key in keys) or row.point for row in plotted]
     axes.barh(range(len(plotted)), [results.get_value(row) for row in plotted])
     axes.set_yticks(range(len(plotted)), names, fontsize=7)
     axes.invert_yaxis()
     axes.set_xlabel(
         _describe_metric(results.metric)
-        + (f" (the best {_MOST_BARS} of {len(ranked)})" if len(ranked) > len(plotted) else "")
+        + (f" (the best {_MAX_BARS} of {len(ranked)})" if len(ranked) > len(plotted) else "")
     )
     if spans_decades([results.get_value(row) or 0.0 for row in plotted]):
         axes.set_xscale("log")

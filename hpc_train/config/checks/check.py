@@ -31,7 +31,7 @@ _NO_SUCH = object()
 _PATHS = re.compile(r"run_dir|.*\.(\w*dir|path|cache|topology|calibration)")
 _PATH_BYTES, _NAME_BYTES = 3072, 255
 """Linux allows 4,095 bytes in a path; a run's own files add a few hundred."""
-_MOST_WHOLE, _MOST = 1 << 63, 1e30
+_MAX_WHOLE, _MAX = 1 << 63, 1e30
 """Larger numbers are treated as typos."""
 _SHARED = "because ranks that share a file must know its layout before anything is compressed"
 _UNCOMPRESSED = {
@@ -138,7 +138,7 @@ def _check_number(value: Any, where: str) -> None:
             _check_number(item, f"{where}.{index}")
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{where}={value}: must be a finite number")
-    if isinstance(value, (int, float)) and abs(value) >= (_MOST_WHOLE if isinstance(value, int) else _MOST):
+    if isinstance(value, (int, float)) and abs(value) >= (_MAX_WHOLE if isinstance(value, int) else _MAX):
         raise UserError(f"{where}={value}: is too large for this setting; check its digits")
 
 

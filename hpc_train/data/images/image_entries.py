@@ -27,7 +27,7 @@ _NOTE_PREFIXES = ("readme", "license", "licence", "notice", "changelog")
 """Prefixes of the names of files that describe a data set and are not part of its data."""
 _IMAGES_PER_OTHER_FILE = 10
 """A folder with this many images for each file of text holds images: those files are lists and notes."""
-_MOST_EMPTY = 1000
+_MAX_EMPTY = 1000
 """Classes for each one that has an image: with more, the largest number does not stand for a class."""
 _MAX_NAMED = 4
 log = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ def _check_gaps(entries: Sequence[ImageEntry], numbers: Sequence[int]) -> None:
     if used == classes:
         return
     largest = f"{entries[numbers.index(classes - 1)].name} has the label {classes - 1:,}"
-    if classes > _MOST_EMPTY * used:
+    if classes > _MAX_EMPTY * used:
         raise UserError(
             f"{largest}, but only {used:,} classes have an image: number the classes from 0 without large gaps, and "
             "leave out images without a class"

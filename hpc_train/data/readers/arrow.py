@@ -27,9 +27,9 @@ from hpc_train.terminal import one_line
 _FILE_MAGIC = b"ARROW1\0\0"
 _CONTINUATION = b"\xff\xff\xff\xff"
 """A stream begins with this and the length of its schema."""
-_MOST_SCHEMA_BYTES = 64 << 20
+_MAX_SCHEMA_BYTES = 64 << 20
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
-_MOST_JSON_BYTES = 16 << 20
+_MAX_JSON_BYTES = 16 << 20
 
 
 def matches_arrow(sample: FileSample) -> bool:
@@ -37,7 +37,7 @@ def matches_arrow(sample: FileSample) -> bool:
     if sample.head.startswith(_FILE_MAGIC):
         return True
     length = int.from_bytes(sample.head[4:8], "little")
-    return sample.head.startswith(_CONTINUATION) and len(sample.head) > 8 and 0 < length <= _MOST_SCHEMA_BYTES
+    return sample.head.startswith(_CONTINUATION) and len(sample.head) > 8 and 0 < length <= _MAX_SCHEMA_BYTES
 
 
 def split_arrow(path: Path) -> list[Span]:
@@ -129,7 +129,7 @@ def _open_batches(path: Path) -> Iterator[Iterator[Any]]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(read_regular(path, _MOST_JSON_BYTES, follow=True))
+        value = json.loads(read_regular(path, _MAX_JSON_BYTES, follow=True))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read {path}: {first_line(error)}") from error
     return value if isinstance(value, dict) else {}

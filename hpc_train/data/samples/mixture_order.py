@@ -23,7 +23,7 @@ from hpc_train.data.sample_order import order_samples
 from hpc_train.errors import UserError
 
 Indices = npt.NDArray[np.int64]
-MOST_SLOTS = 100_000
+MAX_SLOTS = 100_000
 """Longest period: weights of more digits than this takes are refused, since shares would not be exact."""
 _SEED_STEP = 0x9E3779B97F4A7C15
 """Distance of the seeds of two sources: 2^64 over the golden ratio, as in SplitMix64, so that no two are alike."""
@@ -156,7 +156,7 @@ def make_slots(weights: Sequence[float]) -> npt.NDArray[np.int64]:
 
     The j-th of n samples of a source in a period of D has its place in [floor(j D / n), ceil((j + 1) D / n)), and the
     earliest end goes first: the proportionate fair scheduling of one processor (Baruah et al. 1996,
-    doi:10.1007/BF01940883). Raises UserError for weights whose period is longer than MOST_SLOTS.
+    doi:10.1007/BF01940883). Raises UserError for weights whose period is longer than MAX_SLOTS.
     """
     exact = [Fraction(str(weight)) for weight in weights]
     scale = reduce(math.lcm, (share.denominator for share in exact))
@@ -164,7 +164,7 @@ def make_slots(weights: Sequence[float]) -> npt.NDArray[np.int64]:
     divisor = math.gcd(*scaled)
     counts = [share // divisor for share in scaled]
     period = sum(counts)
-    if period > MOST_SLOTS:
+    if period > MAX_SLOTS:
         raise UserError(
             f"data.weights={list(weights)}: exact shares repeat only after {period:,} samples; round the weights to at "
             "most four digits"

@@ -118,7 +118,7 @@ class BpeTokenizer:
         return ""
 
 
-_MOST_TRAINED = 1 << 22
+_MAX_TRAINED = 1 << 22
 """Maximum entries of a vocabulary that is trained: memory is reserved for all, and the package aborts the process."""
 
 
@@ -133,9 +133,9 @@ def train_bpe(batches: Iterable[Sequence[bytes]], vocab_size: int) -> BpeTokeniz
             f"vocab_size {vocab_size} is too small for the bpe tokenizer, which starts from {BYTE_VOCAB} bytes and a "
             f"separator: give at least {BYTE_VOCAB + 1}, such as 4096"
         )
-    if vocab_size > _MOST_TRAINED:
+    if vocab_size > _MAX_TRAINED:
         raise UserError(
-            f"vocab_size {vocab_size} is too large to train the bpe tokenizer: give at most {_MOST_TRAINED}, such as "
+            f"vocab_size {vocab_size} is too large to train the bpe tokenizer: give at most {_MAX_TRAINED}, such as "
             "32000"
         )
     model = package.Tokenizer(package.models.BPE())

@@ -27,8 +27,8 @@ _TOKENIZER, _CONFIG, _SPECIAL, _TEMPLATE = (
     "chat_template.jinja",
 )
 _TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
-_MOST_TOKENIZER_BYTES = 256 << 20
-_MOST_TEXT_BYTES = 16 << 20
+_MAX_TOKENIZER_BYTES = 256 << 20
+_MAX_TEXT_BYTES = 16 << 20
 _SLOW = ("vocab.json", "merges.txt", "spiece.model", "tokenizer.model", "vocab.txt")
 """Files of tokenizers that need code of their own to be read."""
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
@@ -93,7 +93,7 @@ class FolderTokenizer:
         return json.dumps(asdict(self.settings), sort_keys=True)
 
 
-_MOST_TOKENS = 1 << 24
+_MAX_TOKENS = 1 << 24
 """Maximum size of a vocabulary: memory is reserved for a count of each token."""
 
 
@@ -107,13 +107,14 @@ def load_tokenizer_folder(path: str | Path, end_of_document: str | None = None) 
     folder, file = (path, path / _TOKENIZER) if path.is_dir() else (path.parent, path)
     if not file.exists():
         raise UserError(_explain_missing(path))
-    source = _read_text(file, _MOST_TOKENIZER_BYTES)
+    source = _read_text(file, _MAX_TOKENIZER_BYTES)
     model = _parse_model(source, str(file))
     largest = max(model.get_vocab(with_added_tokens=True).items(), key=lambda entry: int(entry[1]), default=("", 0))
-    if largest[1] >= _MOST_TOKENS:
+    if largest[1] >= _MAX_TOKENS:
         raise UserError(
             one_line(
-                f"{file}: token {largest[0]!r} has the number {largest[1]:,}, of at most {_MOST_TOKENS:,}: damaged?"
+                f"{file}: token {largest[0]!r} has the id {largest[1]:,}, more than the maximum of {_MAX_TOKENS:,}; "
+                "it may be damaged: copy it again"
             )
         )
     config, special = _read_object(folder / _CONFIG), _read_object(folder / _SPECIAL)
@@ -226,14 +227,14 @@ def _explain_missing(path: Path) -> str:
 def _read_template(folder: Path, config: dict[str, Any]) -> str | None:
     """Return the chat template: of its own file, or of the settings; of several, the one named default."""
     if (folder / _TEMPLATE).exists():
-        return _read_text(folder / _TEMPLATE, _MOST_TEXT_BYTES)
+        return _read_text(folder / _TEMPLATE, _MAX_TEXT_BYTES)
     return _choose_template(folder, config, "default")
 
 
 def _read_tool_template(folder: Path, config: dict[str, Any]) -> str | None:
     """Return the chat template of conversations with tools, where a folder has one of its own."""
     if (folder / _TOOL_TEMPLATE).exists():
-        return _read_text(folder / _TOOL_TEMPLATE, _MOST_TEXT_BYTES)
+        return _read_text(folder / _TOOL_TEMPLATE, _MAX_TEXT_BYTES)
     return None if (folder / _TEMPLATE).exists() else _choose_template(folder, config, "tool_use")
 
 
@@ -258,7 +259,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        value = json.loads(_read_text(path, _MOST_TEXT_BYTES))
+        value = json.loads(_read_text(path, _MAX_TEXT_BYTES))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON ({first_line(error)})") from error
     return value if isinstance(value, dict) else {}

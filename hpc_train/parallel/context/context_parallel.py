@@ -23,7 +23,7 @@ from hpc_train.models.attention.plain_attention import attend_plainly
 from hpc_train.models.layers import ScaledDotProduct
 from hpc_train.parallel.context.block_attention import cast_to_autocast
 from hpc_train.parallel.mesh_axes import SequenceShare, get_axis_degree, get_sequence_share, provide_positions
-from hpc_train.parallel.reduce_scatter import exchanges_parts, sum_parts
+from hpc_train.parallel.reduce_scatter import reduce_parts, reduces_by_all_to_all
 
 
 def apply_context_parallel(part: nn.Module, config: RunConfig, world: World) -> str:
@@ -92,7 +92,7 @@ def distribute_attention(core: ScaledDotProduct, config: RunConfig, world: World
         new = UlyssesAttention(core, group)
     elif core.dropout > 0:
         share = get_sequence_share(config, world)
-        new = GatheredAttention(core, group, share, exchanges=exchanges_parts(group, world))
+        new = GatheredAttention(core, group, share, by_all_to_all=reduces_by_all_to_all(group, world))
     else:
         from hpc_train.parallel.context.ring_attention import RingAttention  # its operators take 50 ms
         from hpc_train.parallel.context.ring_schedule import KeyValueRing
@@ -105,8 +105,8 @@ class _Gather(torch.autograd.Function):
     """Gather x from each rank -> (ranks, ...); backward sums the gradients that all ranks have for this rank's x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, exchanges: bool) -> Tensor:
-        ctx.group, ctx.exchanges = group, exchanges
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, by_all_to_all: bool) -> Tensor:
+        ctx.group, ctx.by_all_to_all = group, by_all_to_all
         parts = x.new_empty(group.size(), *x.shape)
         all_gather(parts, x.contiguous(), group)
         return parts
@@ -116,7 +116,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         parts = gradients[0].contiguous()
         local_gradient = torch.empty_like(parts[0])
-        sum_parts(local_gradient, parts, ctx.group, exchanges=ctx.exchanges)
+        reduce_parts(local_gradient, parts, ctx.group, by_all_to_all=ctx.by_all_to_all)
         return local_gradient, None, None
 
 
@@ -124,17 +124,17 @@ class GatheredAttention(nn.Module):
     """Attention of a rank's queries to the keys of the whole sequence, with dropout; has no parameters."""
 
     def __init__(
-        self, core: ScaledDotProduct, group: dist.ProcessGroup, share: SequenceShare, *, exchanges: bool
+        self, core: ScaledDotProduct, group: dist.ProcessGroup, share: SequenceShare, *, by_all_to_all: bool
     ) -> None:
-        """exchanges: how gradients are summed over ranks, see sum_parts."""
+        """by_all_to_all: how gradients are summed over ranks, see reduce_parts."""
         super().__init__()
         self.core = core
-        self._group, self._share, self._exchanges = group, share, exchanges
+        self._group, self._share, self._by_all_to_all = group, share, by_all_to_all
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Map q (B, heads, T / cp, head_dim), k and v (B, kv_heads, T / cp, head_dim) to the shape of q."""
         q, k, v = cast_to_autocast(q, k, v)
-        gathered: Tensor = _Gather.apply(torch.stack((k, v)), self._group, self._exchanges)  # type: ignore[no-untyped-call]
+        gathered: Tensor = _Gather.apply(torch.stack((k, v)), self._group, self._by_all_to_all)  # type: ignore[no-untyped-call]
         # From (ranks, 2, B, kv_heads, T / cp, head_dim): positions come rank by rank, as in `places` below.
         k, v = gathered.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
         length, ranks = q.shape[2], self._group.size()

@@ -32,7 +32,7 @@ from hpc_train.runtime.store.client import JobStore
 from hpc_train.runtime.store.exchange import publish_value, read_published
 
 _POLL_SECONDS = 0.02
-_MOST_ROUNDS = 3
+_MAX_ROUNDS = 3
 """Groups in a row that may fail while no copy is lost; then something else is wrong."""
 _RANK_0_IS_LOST = "rank 0, or process 0 with the job's store, is lost: the other copies of the model cannot go on"
 
@@ -192,7 +192,7 @@ class CopyGroup:
             self._copies.remove(copy)
             self._lost.append(LostCopy(copy, tuple(self._ranks[copy]), why))
         self._failures = 0 if decision["lost"] else self._failures + 1
-        if self._failures > _MOST_ROUNDS:
+        if self._failures > _MAX_ROUNDS:
             raise LostRanksError(f"the copies of the model cannot exchange, though none is lost ({self._last_error})")
         return completed
 

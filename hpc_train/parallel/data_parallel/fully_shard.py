@@ -34,7 +34,7 @@ from hpc_train.errors import UserError
 from hpc_train.interfaces import World
 from hpc_train.parallel.mesh_axes import SHARD_CP_AXIS, get_axis_degree
 from hpc_train.parallel.precision import make_mixed_precision_policy
-from hpc_train.parallel.reduce_scatter import choose_gradient_exchange
+from hpc_train.parallel.reduce_scatter import choose_reduce_scatter
 from hpc_train.parallel.user_model import get_named_blocks
 from hpc_train.traffic.sharding import ZERO_STAGE, keeps_gradients, keeps_parameters
 
@@ -66,7 +66,7 @@ def shard_parameters(part: nn.Module, config: RunConfig, world: World) -> str:
             offload_policy=offload,
             reshard_after_forward=reshards,
         )
-    choose_gradient_exchange([*(group[0] for group in groups), part], make_data_mesh(world), world)
+    choose_reduce_scatter([*(group[0] for group in groups), part], make_data_mesh(world), world)
     # A pipeline names its prefetch targets: by default fully_shard takes the previous group in forward order, which may
     # belong to another micro-batch.
     named = degrees.pp > 1 and not keeps

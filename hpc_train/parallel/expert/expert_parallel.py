@@ -26,7 +26,7 @@ from hpc_train.parallel.mesh_axes import (
     get_axis_degree,
     get_sequence_share,
 )
-from hpc_train.parallel.reduce_scatter import choose_gradient_exchange
+from hpc_train.parallel.reduce_scatter import choose_reduce_scatter
 from hpc_train.parallel.tensor.local_parameters import ParameterLayout, distribute_named_parameters
 
 
@@ -95,7 +95,7 @@ def shard_experts(
         )
         assert isinstance(experts, FSDPModule)
         sharded.append(experts)
-    choose_gradient_exchange(sharded, mesh, world)
+    choose_reduce_scatter(sharded, mesh, world)
     return sharded
 
 

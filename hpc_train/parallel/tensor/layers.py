@@ -25,7 +25,7 @@ from hpc_train.models.adapters.adapted_linear import AdaptedLinear
 from hpc_train.models.adapters.names import ADAPTER_A, ADAPTER_B, ADAPTER_MAGNITUDE
 from hpc_train.models.adapters.nf4 import BLOCK, NF4_CODES, NF4_SCALES, Nf4Weight, multiply
 from hpc_train.models.layers import LinearGroup
-from hpc_train.parallel.reduce_scatter import sum_parts
+from hpc_train.parallel.reduce_scatter import reduce_parts
 from hpc_train.parallel.tensor.local_parameters import ParameterLayout, ParameterLayouts
 from hpc_train.traffic.model_axes import assign_kv_heads
 
@@ -41,8 +41,8 @@ class TensorAxis:
     """Between layers each rank has T / size positions (Korthikanti et al. 2022, arXiv:2205.05198), else all T."""
     symmetric: bool = False
     """Asynchronous products go through symmetric memory."""
-    exchanges: bool = False
-    """How activations are summed over ranks, see sum_parts."""
+    by_all_to_all: bool = False
+    """How activations are summed over ranks, see reduce_parts."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -92,7 +92,7 @@ class TensorAxis:
         """Sum (B, T, ...) over ranks and return this rank's positions of it, (B, T / size, ...)."""
         parts = self._split_positions(x).transpose(0, 1).contiguous()
         local_part = torch.empty_like(parts[0])
-        sum_parts(local_part, parts, self.group, exchanges=self.exchanges)
+        reduce_parts(local_part, parts, self.group, by_all_to_all=self.by_all_to_all)
         return local_part
 
     def sum(self, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpc_train.traffic.model_axes import MIN_CHUNK_BYTES, MOST_CHUNKS
+from hpc_train.traffic.model_axes import MAX_CHUNKS, MIN_CHUNK_BYTES
 
 ShardPlace = tuple[int, slice]
 """Index of some rows of one rank's shard in a tensor (ranks, rows, features)."""
@@ -41,7 +41,7 @@ class MatmulRing:
     def split_rows(self, shard: Tensor) -> list[slice]:
         """Split the rows of a shard (rows, features) into chunks, alike on every rank, as all shards have one shape."""
         rows = len(shard)
-        count = max(1, min(rows, MOST_CHUNKS, shard.nbytes // self.chunk_bytes))
+        count = max(1, min(rows, MAX_CHUNKS, shard.nbytes // self.chunk_bytes))
         ends = [rows * index // count for index in range(count + 1)]
         return [slice(begin, end) for begin, end in pairwise(ends)]
 

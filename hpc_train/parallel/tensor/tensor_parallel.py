@@ -24,7 +24,7 @@ from hpc_train.interfaces import IGNORED_TARGET, Model, World
 from hpc_train.models.adapters.names import is_adapter_parameter
 from hpc_train.models.layers import cross_entropy_sum
 from hpc_train.parallel.mesh_axes import get_axis_degree, provide_positions
-from hpc_train.parallel.reduce_scatter import exchanges_parts
+from hpc_train.parallel.reduce_scatter import reduces_by_all_to_all
 from hpc_train.parallel.tensor import head_layers, layers
 from hpc_train.parallel.tensor.layers import TensorAxis
 from hpc_train.parallel.tensor.local_parameters import ParameterLayouts, distribute_parameters
@@ -36,8 +36,8 @@ def apply_tensor_parallel(part: nn.Module, config: RunConfig, world: World) -> s
     plan, options = read_tensor_plan(part, whole_model=get_axis_degree(world, "pp") == 1), config.parallel.tensor
     sequence = options.sequence and "seq" in plan.values()
     mesh = world.mesh["tp"]
-    exchanges = sequence and exchanges_parts(mesh.get_group(), world)
-    axis = TensorAxis(mesh, sequence=sequence, symmetric=options.symmetric, exchanges=exchanges)
+    by_all_to_all = sequence and reduces_by_all_to_all(mesh.get_group(), world)
+    axis = TensorAxis(mesh, sequence=sequence, symmetric=options.symmetric, by_all_to_all=by_all_to_all)
     if options.symmetric:
         from hpc_train.parallel.tensor.symmetric_matmul import check_symmetric_memory
 

@@ -28,7 +28,7 @@ _LEAST_COLUMN, _LEAST_NAME, _BUSY = 100.0, 40.0, 50.0
 """Least widths of a column and of a name; width that the busy time of a link takes. All in points."""
 _OVERHANG = 12.0
 """Width of a switch beyond the outermost links to it, points."""
-_MOST_NUMBERS = 100
+_MAX_NUMBERS = 100
 """Largest group whose cells have room for the rank's number in the group."""
 
 
@@ -62,7 +62,7 @@ def _measure(panel: Panel) -> tuple[float, float]:
 
 def _has_rank_numbers(panel: Panel) -> bool:
     """Whether each cell shows the number that its rank has in its group."""
-    return panel.place is not None and int(panel.place.max()) < _MOST_NUMBERS
+    return panel.place is not None and int(panel.place.max()) < _MAX_NUMBERS
 
 
 def _draw(canvas: Canvas, panel: Panel, x: float, y: float, heaviest: float) -> None:

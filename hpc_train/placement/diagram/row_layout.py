@@ -28,7 +28,7 @@ _STRIP, _BAR, _VALUE, _GAP = 300.0, 100.0, 46.0, 8.0
 _ROWS = ((6, 28.0), (20, 17.0), (MAX_ROWS, 11.0))
 """Number of rows up to which rows have this height."""
 _WIDEST_CELL, _THIN = 24.0, 3.0
-_MOST_CELLS = 256
+_MAX_CELLS = 256
 """Maximum number of nodes that are shapes of their own: a shape takes a millisecond to draw and 200 bytes of the
 file."""
 _SIZE = 7.0
@@ -144,7 +144,7 @@ def _draw_cells(
 ) -> None:
     """Draw one cell per node; if cells are thin, or there are many, those of a row are one image."""
     width = min(size[0], _WIDEST_CELL)
-    if width < _THIN or panel.nodes > _MOST_CELLS:
+    if width < _THIN or panel.nodes > _MAX_CELLS:
         colours = np.full((len(nodes), 1), -1) if panel.colour is None else panel.colour[nodes]
         gid = f"{panel.key}-nodes-{nodes[0]}"
         canvas.draw_image(*corner, width * len(nodes), size[1], _make_pixels(colours, panel), gid)

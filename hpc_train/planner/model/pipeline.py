@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,7 +79,7 @@ SPLITS_BACKWARD = tuple(SCHEDULES.index(name) for name, needs in REQUIREMENTS.it
 """Codes of the schedules that split backward into input and weight gradients."""
 _WHOLE_ROUNDS = tuple(SCHEDULES.index(name) for name in ("gpipe", "looped_bfs"))
 _INTERLEAVED = tuple(SCHEDULES.index(name) for name in ("interleaved_1f1b", "looped_bfs"))
-_ENOUGH = 4
+_MAX_WALKED_ROUNDS = 4
 """Micro-batches per pipeline rank that are walked through at most; after that the steady state only repeats."""
 
 
@@ -219,7 +220,7 @@ def _whole_backward_moments(jobs: Pipelines) -> list[PipelineMoment]:
 def _split_backward_moments(jobs: Pipelines, split: NDArray[np.bool_]) -> list[PipelineMoment]:
     """Return the moments of schedules that split backward, for the jobs where `split` is true; zeros for the others."""
     # Only whole rounds may be left out: a rest at the end of a step has moments of its own.
-    enough = _ENOUGH * jobs.pp
+    enough = _MAX_WALKED_ROUNDS * jobs.pp
     micro_batches = np.where(
         jobs.micro_batches % jobs.pp == 0, np.minimum(jobs.micro_batches, enough), jobs.micro_batches
     )
@@ -230,8 +231,17 @@ def _split_backward_moments(jobs: Pipelines, split: NDArray[np.bool_]) -> list[P
     return [PipelineMoment(*moment) for moment in padded.transpose(1, 3, 2, 0)]  # [moments, fields, 3, pipelines]
 
 
-_Counts = tuple[float, ...]
-"""The fields of PipelineMoment for one rank."""
+class _Counts(NamedTuple):
+    """The fields of PipelineMoment for one rank."""
+
+    stages: float
+    last: float
+    losses: float
+    input_done: float
+    input_done_last: float
+    accumulated: float
+    reduced: float
+    loss: float
 
 
 @cache
@@ -243,15 +253,17 @@ def _moments_of(
     Each rank has worst moments of its own; those in one row need not happen at the same time.
     """
     if not split:
-        return (((0.0,) * len(fields(PipelineMoment)),) * 3,)
+        return ((_Counts(*[0.0] * len(_Counts._fields)),) * 3,)
     rows = (generate_row(SCHEDULES[schedule], pp, rank, micro_batches, virtual) for rank in (0, min(1, pp - 1), pp - 1))
-    ranks = [_worst(set(_walk(row, pp * virtual - 1, virtual, micro_batches))) for row in rows]
+    ranks = [
+        _choose_worst(map(_Counts._make, set(_walk_row(row, pp * virtual - 1, virtual, micro_batches)))) for row in rows
+    ]
     most = max(map(len, ranks))
     return tuple(tuple(moments[min(index, len(moments) - 1)] for moments in ranks) for index in range(most))
 
 
-def _walk(row: Iterable[OrderEntry], end: int, virtual: int, micro_batches: int) -> Iterator[_Counts]:
-    """Walk through a rank's row and yield the counts at the start of every backward.
+def _walk_row(row: Iterable[OrderEntry], end: int, virtual: int, micro_batches: int) -> Iterator[tuple[float, ...]]:
+    """Walk through a rank's row and yield the counts, in the order of _Counts, at the start of every backward.
 
     end: the pipeline's last stage. virtual: stages of the rank.
     """
@@ -281,34 +293,38 @@ def _walk(row: Iterable[OrderEntry], end: int, virtual: int, micro_batches: int)
             reduced += 1
 
 
-def _worst(counts_of_moments: set[_Counts]) -> list[_Counts]:
+def _choose_worst(moments: Iterable[_Counts]) -> list[_Counts]:
     """Choose the moments that may be a memory peak: those with the most of one quantity, and dominated by no other.
 
     Moments with and without a loss are compared separately, because the logits of a loss need memory of their own.
     """
-    chosen = set()
+    listed, chosen = list(moments), set()
     for with_loss in (False, True):
-        among = [counts for counts in counts_of_moments if bool(counts[-1]) == with_loss]
-        for most in (_held_of, _of_last, _of_gradients, _of_accumulated) if among else ():
+        among = [counts for counts in listed if bool(counts.loss) == with_loss]
+        for most in (_by_activations, _by_last_stage, _by_weight_gradients, _by_accumulated) if among else ():
             chosen.add(max(among, key=most))
-    return sorted(counts for counts in chosen if not any(_less(counts, other) for other in chosen))
+    return sorted(counts for counts in chosen if not any(_is_below(counts, other) for other in chosen))
 
 
-def _less(one: _Counts, other: _Counts) -> bool:
+def _is_below(one: _Counts, other: _Counts) -> bool:
     return one != other and all(a <= b for a, b in zip(one, other, strict=True))
 
 
-def _held_of(one: _Counts) -> tuple[float, ...]:
-    return one[0] + one[1], one[3] + one[4], one[2], one[5], one[6]
+def _by_activations(one: _Counts) -> tuple[float, ...]:
+    held, inputs_done = one.stages + one.last, one.input_done + one.input_done_last
+    return held, inputs_done, one.losses, one.accumulated, one.reduced
 
 
-def _of_last(one: _Counts) -> tuple[float, ...]:
-    return one[4], one[2], one[1], one[0] + one[3], one[5], one[6]
+def _by_last_stage(one: _Counts) -> tuple[float, ...]:
+    others = one.stages + one.input_done
+    return one.input_done_last, one.losses, one.last, others, one.accumulated, one.reduced
 
 
-def _of_gradients(one: _Counts) -> tuple[float, ...]:
-    return one[0] + one[1] + one[3] + one[4], one[3] + one[4], one[5], one[6]
+def _by_weight_gradients(one: _Counts) -> tuple[float, ...]:
+    inputs_done = one.input_done + one.input_done_last
+    return one.stages + one.last + inputs_done, inputs_done, one.accumulated, one.reduced
 
 
-def _of_accumulated(one: _Counts) -> tuple[float, ...]:
-    return one[5], one[0] + one[1] + one[3] + one[4], one[6]
+def _by_accumulated(one: _Counts) -> tuple[float, ...]:
+    held = one.stages + one.last + one.input_done + one.input_done_last
+    return one.accumulated, held, one.reduced

@@ -13,7 +13,7 @@ from hpc_train.schedules.simulate import ActionTimes, simulate_order
 from hpc_train.schedules.validate import validate_order
 from hpc_train.traffic.stages import count_micro_batches, is_schedule_file, read_schedule_file
 
-MOST_FORWARDS = 640
+MAX_FORWARDS = 640
 """Limit on block forwards in a rehearsed step of one rank: each takes about 0.1 s with its backward."""
 
 
@@ -74,7 +74,7 @@ def choose_micro_batches(
         (some for some in _list_counts(degrees.pp, count) if _count_live(config, degrees, some) == proof.live), count
     )
     steady = min(steady + degrees.pp, count)
-    most = max(2 * degrees.pp, MOST_FORWARDS // max(1, blocks))
+    most = max(2 * degrees.pp, MAX_FORWARDS // max(1, blocks))
     if steady <= most:
         return steady, None
     fewer = most // degrees.pp * degrees.pp

@@ -47,14 +47,14 @@ from hpc_train.planner.rehearsal.start_up import estimate_start_up, measure_stor
 from hpc_train.planner.rehearsal.tiling import SHARED_AXES
 from hpc_train.planner.request import check_not_loose
 
-MOST_PROCESSES = 4
+MAX_PROCESSES = 4
 """Limit on processes at a time: each needs up to a gigabyte."""
 
 
 def rehearse_run(config: RunConfig, world: int, which: str = "sample", processes: int | None = None) -> Rehearsal:
     """Build the ranks that `which` names (see choose_ranks), train a step on some of them, and check the layout.
 
-    processes: how many run at a time; None: one for each core of this process, at most MOST_PROCESSES.
+    processes: how many run at a time; None: one for each core of this process, at most MAX_PROCESSES.
     Raises UserError for a layout that is refused, an order that cannot complete, and a rank that cannot be built.
     """
     started = time.perf_counter()
@@ -119,7 +119,7 @@ def _count_blocks(model: nn.Module, degrees: Degrees) -> int:
 
 
 def _count_processes() -> int:
-    return min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
+    return min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
 
 
 def _build_ranks(

@@ -155,7 +155,7 @@ class Rehearsal:
         return lines
 
 
-_MOST_PROBLEMS = 20
+_MAX_PROBLEMS = 20
 
 
 def rehearsal_to_json(rehearsal: Rehearsal) -> dict[str, Any]:
@@ -205,10 +205,10 @@ def format_rehearsal(rehearsal: Rehearsal) -> Iterator[str]:
     chosen = f"built {len(rehearsal.ranks)} of them: {_list_numbers(rehearsal)}"
     yield f"world: {degrees.world:,} ranks = {degrees}; {chosen}"
     yield from (f"  {line}" for line in rehearsal.ranks[0].said)
-    for problem in rehearsal.problems[:_MOST_PROBLEMS]:
+    for problem in rehearsal.problems[:_MAX_PROBLEMS]:
         yield f"WRONG: {problem}"
-    if len(rehearsal.problems) > _MOST_PROBLEMS:
-        yield f"WRONG: and {len(rehearsal.problems) - _MOST_PROBLEMS} more"
+    if len(rehearsal.problems) > _MAX_PROBLEMS:
+        yield f"WRONG: and {len(rehearsal.problems) - _MAX_PROBLEMS} more"
     if not rehearsal.problems:
         what = f"{model.tensors:,} tensors, {model.elements:,} numbers"
         yield f"model: {what}: over all {degrees.world:,} ranks each is held once, copies aside, and has one writer"

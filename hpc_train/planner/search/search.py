@@ -207,12 +207,12 @@ class _Search:
         # The second bound is estimated only for the rows that the first one leaves. Until some candidate is known to
         # fit, time rules out nothing; after that it is the cheaper bound, and drops most rows.
         if self._none_fits:
-            memory, fits = self._leanest(rows, techniques)
+            memory, fits = self._bound_memory(rows, techniques)
             near = np.flatnonzero(fits >= MAYBE)
-            return near, self._fastest(_take(rows, near), techniques), memory[near], fits[near]
-        fastest = self._fastest(rows, techniques)
+            return near, self._bound_seconds(_take(rows, near), techniques), memory[near], fits[near]
+        fastest = self._bound_seconds(rows, techniques)
         near = np.flatnonzero(fastest <= self._slowest)
-        return near, fastest[near], *self._leanest(_take(rows, near), techniques)
+        return near, fastest[near], *self._bound_memory(_take(rows, near), techniques)
 
     def _are_promising(self, fastest: Column, memory: Column, fits: Column) -> NDArray[np.bool_]:
         """Return which rows may be among the best or on the front, by their bounds."""
@@ -221,7 +221,7 @@ class _Search:
         promising: NDArray[np.bool_] = sure | maybe if self._none_fits else sure
         return promising
 
-    def _fastest(self, rows: Columns, techniques: Techniques) -> Column:
+    def _bound_seconds(self, rows: Columns, techniques: Techniques) -> Column:
         """Return each row's step time with its fastest technique, [n]."""
         fastest = np.full(len(rows["pp"]), math.inf)
         for number in _fastest_techniques(techniques) if len(fastest) else ():
@@ -240,7 +240,7 @@ class _Search:
         """Return the step time beyond which no candidate matters, not even for the front."""
         return self._sure.quickest * FRONT_SLACK
 
-    def _leanest(self, rows: Columns, techniques: Techniques) -> tuple[Column, Column]:
+    def _bound_memory(self, rows: Columns, techniques: Techniques) -> tuple[Column, Column]:
         """Return bounds of (least bytes with any technique, best verdict on fitting) of each row, [n]."""
         if not len(rows["pp"]):
             return np.empty(0), np.empty(0)

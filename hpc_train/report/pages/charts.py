@@ -22,7 +22,7 @@ from hpc_train.units import format_seconds
 WIDTH, HALF = 920, 440
 """Widths of charts, in pixels at their usual size: a whole row of the page, and half of one."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 18, 30
-_MOST_POINTS = 360
+_MAX_POINTS = 360
 _CHARACTER = 6.2
 """Width of a character of the labels, in pixels: an average, as only the browser knows its font."""
 _LEAST_GAP = 11.0
@@ -62,12 +62,12 @@ class Span:
 
 
 def downsample(x: Sequence[float], y: Sequence[float | None]) -> list[tuple[float, float]]:
-    """Keep the lowest and the highest value of each of _MOST_POINTS / 2 groups, so that no spike is lost."""
+    """Keep the lowest and the highest value of each of _MAX_POINTS / 2 groups, so that no spike is lost."""
     points = [(float(a), float(b)) for a, b in zip(x, y, strict=True) if b is not None and math.isfinite(b)]
-    if len(points) <= _MOST_POINTS:
+    if len(points) <= _MAX_POINTS:
         return points
     extremes: list[tuple[float, float]] = []
-    groups = _MOST_POINTS // 2
+    groups = _MAX_POINTS // 2
     for index in range(groups):
         group = points[index * len(points) // groups : (index + 1) * len(points) // groups]
         extremes += sorted({min(group, key=lambda p: p[1]), max(group, key=lambda p: p[1])})

@@ -30,7 +30,7 @@ _MARKS = {
     "skipped": "skip",
     "rollback": "rollback",
 }
-_MOST_ROWS, _MOST_COLUMNS = 128, 180
+_MAX_ROWS, _MAX_COLUMNS = 128, 180
 """Cells of the heat map, which would be smaller than a pixel beyond that."""
 
 
@@ -106,10 +106,10 @@ def _draw_heat_map(summary: RunSummary, table: StepTable) -> list[Chart]:
     order = sorted(range(len(table.ranks)), key=lambda row: (nodes.get(table.ranks[row], ""), row))
     ratio, labels = ratio[order], [labels[row] for row in order]
     row_name = "rank"
-    if len(labels) > _MOST_ROWS:
+    if len(labels) > _MAX_ROWS:
         names = [nodes.get(table.ranks[row]) or f"ranks {table.ranks[row] // 8 * 8}+" for row in order]
         ratio, labels, row_name = _reduce_rows(ratio, names), list(dict.fromkeys(names)), "node"
-    columns = np.array_split(np.arange(ratio.shape[1]), min(ratio.shape[1], _MOST_COLUMNS))
+    columns = np.array_split(np.arange(ratio.shape[1]), min(ratio.shape[1], _MAX_COLUMNS))
     ratio = np.stack([compute_row_means(ratio[:, column]) for column in columns], axis=1)
     svg = charts.draw_heat_map(
         f"work of each {row_name}", ratio, labels, [float(table.steps[column[-1]]) for column in columns]

@@ -30,7 +30,7 @@ from hpc_train.runtime.store.protocol import (
 )
 
 _RETRY_SECONDS = 0.05
-_MOST_READ_AT_ONCE = 1 << 20
+_MAX_READ_AT_ONCE = 1 << 20
 
 
 class ConnectionPool:
@@ -152,7 +152,7 @@ class _Connection:
         received = bytearray()
         while len(received) < count:
             self._socket.settimeout(_compute_time_left(deadline))
-            data = self._socket.recv(min(count - len(received), _MOST_READ_AT_ONCE))
+            data = self._socket.recv(min(count - len(received), _MAX_READ_AT_ONCE))
             if not data:
                 raise ConnectionResetError("process 0, which serves it, has ended")
             received += data

@@ -19,7 +19,7 @@ from hpc_train.errors import IncompleteRun
 from hpc_train.regular_files import read_json
 from hpc_train.training.numerics.anomalies import SkippedSteps
 from hpc_train.training.numerics.replica_check import ReplicaCheck
-from hpc_train.training.numerics.rollback import MOST_ROLLBACKS, ROLLBACKS, WentBack, mark_newer_bad
+from hpc_train.training.numerics.rollback import MAX_ROLLBACKS, ROLLBACKS, WentBack, mark_newer_bad
 
 if TYPE_CHECKING:
     from hpc_train.training.training_run import TrainingRun
@@ -67,7 +67,7 @@ def _prepare_rollback(run: TrainingRun, reason: str) -> bool:
     rollback, count = run.numbers.rollback, run.numbers.guard.nonfinite_in_a_row
     assert rollback.good is not None
     # The same samples were left out before and it happened again: something else is wrong.
-    if rollback.times >= MOST_ROLLBACKS:
+    if rollback.times >= MAX_ROLLBACKS:
         if count == run.config.resilience.numbers.rollback_after:
             log.warning("%s, as after %d returns to step %d: not again", reason, rollback.times, rollback.good)
         return False

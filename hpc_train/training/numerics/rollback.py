@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 ROLLBACKS = "rollbacks.json"
 """File in a run directory: the good step, how often the run went back, and the samples to skip."""
-MOST_ROLLBACKS = 3
+MAX_ROLLBACKS = 3
 """So often a run goes back to the same step; then something is wrong that skipping samples does not mend."""
 
 

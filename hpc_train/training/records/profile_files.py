@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hpc_train.config.profile import MOST_STEPS
+from hpc_train.config.profile import MAX_STEPS
 from hpc_train.regular_files import read_json, write_private_file
 
 FOLDER, REQUEST = "profile", "request.json"
@@ -82,6 +82,6 @@ def read_request(run: Path) -> ProfileRequest | None:
     if not isinstance(ranks, list) or not all(type(value) is int for value in (*numbers, *ranks)):
         raise ValueError("it is not a request of hpc-train profile")
     number, first, last = numbers
-    if not 1 <= first <= last < first + MOST_STEPS:
+    if not 1 <= first <= last < first + MAX_STEPS:
         raise ValueError(f"steps {first} to {last}")
     return ProfileRequest(number, first, last, tuple(ranks))

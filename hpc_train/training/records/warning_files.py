@@ -20,12 +20,12 @@ from hpc_train.regular_files import read_regular
 
 FOLDER = "warnings"
 _LOGGER = "hpc_train"
-_MOST_ALIKE = 10
+_MAX_ALIKE = 10
 """Warnings from one line of code that a rank records; further ones are only in its log."""
-_MOST_FILES = 200
+_MAX_FILES = 200
 """Warnings of an attempt; with more of them the folder is left as it is."""
-_MOST_CHARACTERS = 2000
-_MOST_BYTES = 1 << 16
+_MAX_CHARACTERS = 2000
+_MAX_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class WarningRecorder(logging.Handler):
         """Write one warning; a disk that is full does not end the training."""
         location = (record.pathname, record.lineno)
         self._repetitions[location] += 1
-        if self._repetitions[location] > _MOST_ALIKE:
+        if self._repetitions[location] > _MAX_ALIKE:
             record.repeated = True
             return
         text = describe_record(record)
-        if self._repetitions[location] == _MOST_ALIKE:
+        if self._repetitions[location] == _MAX_ALIKE:
             text += " (further ones like this are only in the log)"
         level = "error" if record.levelno >= logging.ERROR else "warning"
         with suppress(OSError):
@@ -74,7 +74,7 @@ class WarningRecorder(logging.Handler):
         self._folder.mkdir(mode=0o700, exist_ok=True)
         path = self._folder / f"{hashlib.sha256(warning.text.encode(errors='replace')).hexdigest()[:24]}.json"
         # Task 0 always writes: its warnings speak for the whole run.
-        if path.exists() or (self._process and len(list(self._folder.iterdir())) >= _MOST_FILES):
+        if path.exists() or (self._process and len(list(self._folder.iterdir())) >= _MAX_FILES):
             return False
         temporary = self._folder / f".{path.stem}.{self._process}"
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
@@ -117,7 +117,7 @@ def describe_record(record: logging.LogRecord) -> str:
     error = record.exc_info[1] if record.exc_info else None
     if error is not None:
         text = f"{text}: {type(error).__name__}: {error}"
-    return " ".join(text.split())[:_MOST_CHARACTERS]
+    return " ".join(text.split())[:_MAX_CHARACTERS]
 
 
 class NewWarnings:
@@ -135,7 +135,7 @@ class NewWarnings:
             return []
         names = [name for name in entries if name not in self._seen and not name.startswith(".")]
         self._seen.update(names)
-        read = [_read(self._folder / name) for name in names[:_MOST_FILES]]
+        read = [_read(self._folder / name) for name in names[:_MAX_FILES]]
         return sorted((warning for warning in read if warning is not None), key=lambda warning: warning.time)
 
 
@@ -147,7 +147,7 @@ def read_warnings(logs: Path) -> list[RankWarning]:
 def _read(path: Path) -> RankWarning | None:
     """Read one warning; None for a file that no rank has written."""
     try:
-        fields = json.loads(read_regular(path, _MOST_BYTES))
+        fields = json.loads(read_regular(path, _MAX_BYTES))
         return RankWarning(float(fields["time"]), int(fields["process"]), str(fields["level"]), str(fields["text"]))
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None

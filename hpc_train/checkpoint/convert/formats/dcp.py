@@ -47,11 +47,11 @@ from hpc_train.interfaces import TensorShard
 
 METADATA_FILE = ".metadata"
 _MAX_METADATA_BYTES = 512 << 20
-_MOST_OBJECTS = 10_000_000
+_MAX_OBJECTS = 10_000_000
 """Limit on objects in the metadata; a chunk takes about ten."""
 _MIN_CHUNK_BYTES = 16
 """Minimum bytes of a chunk in the metadata. It bounds the chunks, as a pickle can refer to one list many times."""
-_MOST_ODD_CHUNKS = 4096
+_MAX_ODD_CHUNKS = 4096
 """Limit on chunks of a tensor that are not cells of a grid; comparing them takes time quadratic in their number."""
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _BEFORE_2_3 = "torch.distributed._shard.sharded_tensor.metadata"
@@ -125,7 +125,7 @@ def parse_dcp_metadata(folder: Path) -> dict[str, StoredTensor]:
     try:
         data = read_bounded_file(path, _MAX_METADATA_BYTES)
         tensors = _parse_tensors(
-            read_pickle(data, _list_allowed_globals(), most=_MOST_OBJECTS).value, len(data) // _MIN_CHUNK_BYTES
+            read_pickle(data, _list_allowed_globals(), most=_MAX_OBJECTS).value, len(data) // _MIN_CHUNK_BYTES
         )
         _check_sizes(folder, tensors)
     except OSError as error:
@@ -215,7 +215,7 @@ def _check_cover(name: str, shape: tuple[int, ...], chunks: list[Rectangle]) -> 
     offsets, shapes = (np.array(column, dtype=np.int64).reshape(len(filled), len(shape)) for column in columns)
     if filled and forms_grid(shape, offsets, shapes):
         return
-    many = len(filled) > _MOST_ODD_CHUNKS
+    many = len(filled) > _MAX_ODD_CHUNKS
     why = "too many odd pieces" if many else explain_coverage(Rectangle((0,) * len(shape), shape), filled)
     if why:
         raise PickleError(f"the chunks of {ascii(name)[:100]} do not make it: {why}")

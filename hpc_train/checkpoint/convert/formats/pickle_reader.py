@@ -18,7 +18,7 @@ from hpc_train.garbage_collection import pause_gc
 
 MAX_PICKLE_OBJECTS = 2_000_000
 """Limit on the containers that a pickle makes and on the values that it memoizes, of about 100 bytes each."""
-_MOST_STACK = 200_000
+_MAX_STACK = 200_000
 _LONGEST_INTEGER = 64
 """Maximum bytes of an integer."""
 
@@ -134,7 +134,7 @@ class _Reader:
             if step is None:
                 raise self._refused(code)
             step(self)
-            if len(self._stack) > _MOST_STACK or max(len(self._memo), self._objects) > self._most:
+            if len(self._stack) > _MAX_STACK or max(len(self._memo), self._objects) > self._most:
                 raise PickleError("a pickle of more objects than we read")
         raise IndexError("no end")
 

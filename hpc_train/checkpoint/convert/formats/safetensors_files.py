@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MAX_FILE_BYTES = 5 * 10**9
 """Maximum bytes of a file, as in transformers; a file is in memory while it is written."""
 _INDEX = "model.safetensors.index.json"
-_ONE = "model.safetensors"
+_SINGLE_FILE = "model.safetensors"
 State = dict[str, torch.Tensor]
 Convert = Callable[[State], State]
 
@@ -41,7 +41,9 @@ def write_safetensors(
     """
     library = import_safetensors()
     shards = list(_pack_groups(groups, max_file_bytes))
-    names = [_ONE] if len(shards) == 1 else [_format_file_name(index, len(shards)) for index in range(len(shards))]
+    names = (
+        [_SINGLE_FILE] if len(shards) == 1 else [_format_file_name(index, len(shards)) for index in range(len(shards))]
+    )
     places: dict[str, str] = {}
     total = 0
     for name, shard in zip(names, shards, strict=True):
@@ -137,9 +139,9 @@ def list_weight_files(path: Path) -> list[Path]:
             raise UserError(f"{index}: is not an index of safetensors files ({type(error).__name__})") from error
         for name in names:
             if not isinstance(name, str) or not name.isprintable() or name in ("", "..") or name != Path(name).name:
-                raise UserError(f"{index}: names {str(name)[:80]!r}, which is not the name of a file in its folder")
+                raise UserError(f"{index}: names {str(name)[:80]!r}, which is no file name; copy the files again")
         return [path / name for name in names]
-    files = [path / _ONE] if (path / _ONE).is_file() else sorted(path.glob("*.safetensors"))
+    files = [path / _SINGLE_FILE] if (path / _SINGLE_FILE).is_file() else sorted(path.glob("*.safetensors"))
     if not files:
         raise UserError(
             f"{path}: there is no .safetensors file; save with save_pretrained(..., safe_serialization=True)"

@@ -32,7 +32,7 @@ _END_64 = struct.Struct("<4sQ2H2I4Q")
 _ENTRY = struct.Struct("<4s6H3I5H2I")
 _LOCAL = struct.Struct("<4s5H3I2H")
 _EXTRA = struct.Struct("<2H")
-_MOST_DIRECTORY = 64 << 20
+_MAX_DIRECTORY = 64 << 20
 """Maximum bytes of the central directory; a record takes about 80 of them."""
 _COMMENT = 1 << 16
 """Longest comment at the end of an archive; the end record lies before it."""
@@ -73,7 +73,7 @@ def find_zip_records(file: ByteSource) -> dict[str, ByteSpan]:
 def _list_entries(file: ByteSource) -> list[tuple[str, int, int]]:
     """Return (name, byte of its local header, bytes) of every record, from the central directory."""
     at, size = _read_directory(file)
-    if not 0 <= at <= at + size <= file.size or size > _MOST_DIRECTORY:
+    if not 0 <= at <= at + size <= file.size or size > _MAX_DIRECTORY:
         raise PickleError(f"a zip archive with a directory of {size:,} bytes at byte {at:,} of {file.size:,}")
     data, place, entries = file.read(at, size), 0, []
     while place < len(data):
@@ -137,7 +137,7 @@ def _find_span(file: ByteSource, at: int, size: int) -> ByteSpan:
 
 MAX_PICKLE_BYTES = 64 << 20
 """Maximum bytes of the pickle, which does not contain the tensors' data."""
-_MOST_DIMENSIONS, _MOST_VALUES, _MOST_DEPTH, _LONGEST_NAME = 32, 1_000_000, 64, 4096
+_MAX_DIMENSIONS, _MAX_VALUES, _MAX_DEPTH, _LONGEST_NAME = 32, 1_000_000, 64, 4096
 """Beyond what any checkpoint has: a small file could otherwise describe tensors without end."""
 _OF_A_TENSOR = 256
 """Minimum bytes of a tensor in a file of torch.save, besides its elements and its name."""
@@ -263,7 +263,7 @@ def iterate_tensors(value: Any, storages: StorageLookup, room: int) -> Iterator[
         nonlocal visited, room
         pairs = _list_pairs(value)
         visited += len(pairs.pairs) if pairs is not None else 1  # entries that are left out take time too
-        if visited > _MOST_VALUES or depth > _MOST_DEPTH or len(name) > _LONGEST_NAME:
+        if visited > _MAX_VALUES or depth > _MAX_DEPTH or len(name) > _LONGEST_NAME:
             raise PickleError("dictionaries nested more deeply, or with more entries, than we read")
         if pairs is not None:
             for key, inner in pairs.pairs:
@@ -363,7 +363,7 @@ def parse_shape(value: Any) -> tuple[int, ...]:
     """Return a shape or strides as a tuple. Raises PickleError if it is neither."""
     if type(value) is PickledCall and value.function == PickledName("torch", "Size"):
         (value,) = value.args
-    if type(value) not in (tuple, list) or len(value) > _MOST_DIMENSIONS:
+    if type(value) not in (tuple, list) or len(value) > _MAX_DIMENSIONS:
         raise PickleError("an invalid shape")
     if not all(type(size) is int and 0 <= size < 1 << 62 for size in value):
         raise PickleError("a shape or a stride that is negative or too large")

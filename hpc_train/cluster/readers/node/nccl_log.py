@@ -20,7 +20,7 @@ MAX_DEVICES = 512
 MAX_HOSTS = 20_000
 MAX_PROCESSES = 4096
 """Processes of one host, those of restarts included."""
-_MOST_RINGS = 64
+_MAX_RINGS = 64
 """Rings of one size that are kept: more than NCCL has channels in use."""
 _MARK = "NCCL INFO "
 _PREFIX_CHARACTERS = 300
@@ -185,7 +185,7 @@ def _take_ring(log: _JobLog, ring: re.Match[str]) -> None:
     entry = (ring[1], ranks)
     rings = log.rings.setdefault(len(ranks.split()), [])
     # Every rank prints every ring, so most are repeats.
-    if len(rings) < _MOST_RINGS and entry not in rings:
+    if len(rings) < _MAX_RINGS and entry not in rings:
         rings.append(entry)
 
 

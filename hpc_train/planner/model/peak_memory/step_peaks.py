@@ -69,9 +69,9 @@ def estimate_peak_total(jobs: Jobs, constants: Constants) -> tuple[Column, Colum
 
 
 def bound_peak_total(jobs: Jobs, constants: Constants) -> Column:
-    """Return no more than the peak's total, [ranks, n]: that within a block's backward, at the first of the moments.
+    """Bound the peak's total from below, [ranks, n]: by that within a block's backward, at the first of the moments.
 
-    It is at most a few percent less where activations are the most of the memory. ranks: the first and the last.
+    The bound is a few percent below the peak where activations take most of the memory. ranks: the first and the last.
     """
     ends = slice(None, None, 2)
     sizes = size_step(jobs, constants, split_stages(jobs).take(ends))
