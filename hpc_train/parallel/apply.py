@@ -182,7 +182,7 @@ def apply_techniques(part: nn.Module, config: RunConfig, world: World) -> Iterat
     if config.precision.float8 != "none":
         from hpc_train.parallel.float8 import convert_linear_layers
 
-        yield convert_linear_layers(part, config.precision, world.device)
+        yield convert_linear_layers(part, config.precision, world.device, degrees.tp)
 
     # What splits layers over ranks. Experts come first: tp leaves alone what is distributed already. The loss in chunks
     # comes after tp, because it takes the place of the output layer that tp has split.

@@ -12,8 +12,9 @@ can be proved equal to a single process without a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from hpc_train.config.train import PrecisionConfig
 from hpc_train.errors import UserError
+from hpc_train.models.adapters.nf4 import multiply
 from hpc_train.parallel.adapters import find_target_layers
 from hpc_train.parallel.materialise import is_rehearsal
 from hpc_train.parallel.user_model import name_model
@@ -28,15 +30,15 @@ from hpc_train.quiet_imports import without_warnings
 from hpc_train.traffic.weights import FLOAT8_MULTIPLE, MXFP8_BLOCK
 
 
-def convert_linear_layers(part: nn.Module, config: PrecisionConfig, device: torch.device) -> str:
+def convert_linear_layers(part: nn.Module, config: PrecisionConfig, device: torch.device, tp: int = 1) -> str:
     """Have the linear layers of the blocks of `part` compute in 8 bits, in place; returns a line about it.
 
-    Layers whose sizes are not multiples of 16 (mxfp8: 32) are left alone. Raises UserError without torchao, or if no
-    layer is left.
+    Layers whose sizes are not multiples of 16 (mxfp8: 32) are left alone, with tp also those whose parts over tp ranks
+    would not be. Raises UserError without torchao, or if no layer is left.
     """
     torchao = _import_torchao()
     in_blocks = config.float8.startswith("mxfp8")
-    multiple = MXFP8_BLOCK if in_blocks else FLOAT8_MULTIPLE
+    multiple = (MXFP8_BLOCK if in_blocks else FLOAT8_MULTIPLE) * tp
     linear_layers = {
         name: module for name, module in find_target_layers(part, []).items() if isinstance(module, nn.Linear)
     }
@@ -48,7 +50,8 @@ def convert_linear_layers(part: nn.Module, config: PrecisionConfig, device: torc
     if not convertible:
         raise UserError(
             f"precision.float8={config.float8}: none of the {len(linear_layers)} linear layers of {name_model(part)} "
-            f"has sizes that are multiples of {multiple}; choose such a width, or precision=bf16"
+            f"has sizes that are multiples of {multiple}{f' (parallel.tp={tp})' if tp > 1 else ''}; choose such a "
+            "width, or precision=bf16"
         )
     emulates = device.type != "cuda" and not is_rehearsal()  # a rehearsal counts the memory of a GPU's products
     if in_blocks:
@@ -64,29 +67,47 @@ def convert_linear_layers(part: nn.Module, config: PrecisionConfig, device: torc
 
 def _compute_in_blocks(part: nn.Module, names: Collection[str], config: PrecisionConfig, device: torch.device) -> None:
     try:
-        from hpc_train.parallel.mxfp8 import compute_in_mxfp8
+        from hpc_train.parallel.mxfp8 import make_mxfp8_product
     except ImportError as error:  # a prototype of torchao, which a release may move
         raise UserError(
             f"precision.float8={config.float8}: this torchao has no such products ({error}); pip install "
             "'torchao>=0.18,<0.19', or use precision=fp8"
         ) from None
-    compute_in_mxfp8(part, names, config.float8.endswith("_with_gw_hp"), device)
+    product = make_mxfp8_product(config.float8.endswith("_with_gw_hp"), device)
+    for name in names:
+        set_product(part.get_submodule(name), product)
 
 
 def _convert_by_torchao(
     torchao: Any, part: nn.Module, names: Collection[str], recipe: Any, device: torch.device
 ) -> None:
     torchao.convert_to_float8_training(part, config=recipe, module_filter_fn=lambda _, name: name in names)
-    if device.type != "cuda":
-        for name in names:
-            part.get_submodule(name).register_forward_pre_hook(_cast_as_autocast_does)
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+
+    def multiply_in_float8(layer: Any, x: Tensor, weight: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):  # torchao's own forward knows only the autocast of GPUs
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        product: Tensor = matmul_with_hp_or_float8_args.apply(x, weight.t(), layer.linear_mm_config, layer.config)
+        return product
+
+    for name in names:
+        layer = part.get_submodule(name)
+        set_product(layer, partial(multiply_in_float8, layer))
 
 
-def _cast_as_autocast_does(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor] | None:
-    """Cast a layer's input: torchao itself knows only the autocast of GPUs."""
-    if not torch.is_autocast_enabled("cpu"):
-        return None
-    return (inputs[0].to(torch.get_autocast_dtype("cpu")),)
+def set_product(layer: nn.Module, product: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Have a linear layer compute by `product`: (x (..., K), weight (N, K)) -> (..., N), the product without the bias.
+
+    Layers that are split over tp call it too, with their own parts of x and the weight.
+    """
+    assert isinstance(layer, nn.Linear)
+    layer.product = product  # type: ignore[assignment]
+
+    def forward(x: Tensor) -> Tensor:
+        out = multiply(layer, x)
+        return out if layer.bias is None else out + layer.bias.to(out.dtype)
+
+    layer.forward = forward  # type: ignore[method-assign, assignment]
 
 
 def _import_torchao() -> Any:

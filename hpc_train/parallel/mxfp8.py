@@ -11,17 +11,16 @@ A CPU has no such products. There operands are rounded by torchao and multiplied
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hpc_train.parallel.materialise import is_rehearsal
-from hpc_train.parallel.user_model import Forward, replace_forward
 from hpc_train.quiet_imports import without_warnings
 from hpc_train.traffic.weights import MXFP8_BLOCK
 
@@ -34,37 +33,26 @@ with without_warnings():  # of compiled parts for GPUs that are not here
 _UP = ScaleCalculationMode.RCEIL
 
 Product = Callable[[Tensor, Tensor], Tensor]
-"""(x (M, K), weight (N, K)) -> x weight^T (M, N), with M, N and K multiples of MXFP8_BLOCK."""
+"""(x (..., K), weight (N, K)) -> x weight^T (..., N)."""
 
 
-def compute_in_mxfp8(
-    part: nn.Module, names: Collection[str], wide_weight_gradients: bool, device: torch.device
-) -> None:
-    """Have the linear layers of these names multiply in MXFP8, in place. Their sizes are multiples of MXFP8_BLOCK.
+def make_mxfp8_product(wide_weight_gradients: bool, device: torch.device) -> Product:
+    """Make the product of linear layers on a device; K and N are multiples of MXFP8_BLOCK.
 
     wide_weight_gradients: gradients of weights are computed in the format of the layer.
     """
-    product = _choose_product(wide_weight_gradients, device)
-    for name in names:
-        layer = part.get_submodule(name)
-        assert isinstance(layer, nn.Linear)
-        replace_forward(layer, partial(_make_forward, layer, product))
+    return partial(_multiply_rows, _choose_product(wide_weight_gradients, device))
 
 
-def _make_forward(layer: nn.Linear, product: Product, forward: Forward) -> Forward:
-    del forward  # replaced, not wrapped
-
-    def multiply(x: Tensor) -> Tensor:
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        rows = x.to(dtype).reshape(-1, layer.in_features)
-        missing = -len(rows) % MXFP8_BLOCK  # a block of tokens is whole: zeros change neither scales nor sums
-        padded = F.pad(rows, (0, 0, 0, missing)) if missing else rows
-        out = product(padded.contiguous(), layer.weight.to(dtype))
-        out = out[: len(rows)].reshape(*x.shape[:-1], layer.out_features)
-        return out if layer.bias is None else out + layer.bias.to(dtype)
-
-    return multiply
+def _multiply_rows(product: Product, x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply x (..., K) by weight (N, K), in the dtype of autocast: (..., N)."""
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    rows = x.to(dtype).reshape(-1, x.shape[-1])
+    missing = -len(rows) % MXFP8_BLOCK  # a block of tokens is whole: zeros change neither scales nor sums
+    padded = F.pad(rows, (0, 0, 0, missing)) if missing else rows
+    out = product(padded.contiguous(), weight.to(dtype).contiguous())
+    return out[: len(rows)].reshape(*x.shape[:-1], len(weight))
 
 
 def _choose_product(wide_weight_gradients: bool, device: torch.device) -> Product:

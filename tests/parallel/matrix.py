@@ -70,6 +70,7 @@ MODELS: dict[str, ModelConfig] = {
     "llama": _llama(),
     "sixteens": _llama(feed_forward=48),  # no size that 8-bit products cannot have
     "thirty-twos": _llama(kv_heads=4, feed_forward=64),  # the same for a scale for each 32 values
+    "sixty-fours": _llama(hidden=64, kv_heads=4, feed_forward=128),  # and for the halves of each layer
     "tied": _llama(tied_embeddings=True),
     "deep": _llama(layers=8),
     "grouped": _llama(hidden=36, heads=6, kv_heads=3),  # over tp=2, a key head serves query heads of both ranks

@@ -3,6 +3,7 @@
 With weight gradients in the format of the layer (rowwise_with_gw_hp, mxfp8_with_gw_hp) every rounding belongs to one
 row of one product, so that layouts agree as they do without. With mxfp8 a scale of the gradient spans 32 tokens, here
 two sequences, so that layouts agree that do not part them. With the other recipes a scale spans the tokens of a rank.
+Where tp splits a layer, rows of its parts have scales of their own, which blocks of 32 values have anyway.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from hpc_train.config.compose import compose
 from hpc_train.config.train import PrecisionConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import IGNORED_TARGET, World
-from hpc_train.parallel.float8 import convert_linear_layers
-from hpc_train.parallel.mxfp8 import compute_in_mxfp8
+from hpc_train.parallel.float8 import convert_linear_layers, set_product
+from hpc_train.parallel.mxfp8 import make_mxfp8_product
 from hpc_train.parallel.precision import check_precision_device
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.testing import run_ranks
@@ -63,9 +64,17 @@ CASES = {
     "mxfp8-wide-hsdp-2x2-short": Case(
         4, ("parallel=hsdp", "parallel.dp_replicate=2", "parallel.dp_shard=2", MXFP8_WIDE), "thirty-twos", micro=3
     ),
+    "mxfp8-tp-2": Case(2, ("parallel.tp=2", MXFP8), "sixty-fours"),
+    "mxfp8-tp-2-no-sequence": Case(2, ("parallel.tp=2", "parallel.tensor.sequence=false", MXFP8), "sixty-fours"),
+    "mxfp8-fsdp-2-tp-2-compile": Case(
+        4, ("parallel=fsdp", "parallel.tp=2", "parallel.compile=true", MXFP8), "sixty-fours"
+    ),
+    "mxfp8-wide-pp-2-tp-2-recompute": Case(
+        4, (*PIPELINE, "parallel.tp=2", "parallel.recompute.mode=full", MXFP8_WIDE), "sixty-fours"
+    ),
     "mxfp8-wide-fsdp-2-experts": Case(2, ("parallel=fsdp", MXFP8_WIDE), "wide-experts"),
 }
-DRAWN = ("fsdp-4", "cp-2", "pp-2-zbv", "mxfp8-fsdp-4", "mxfp8-wide-cp-2")
+DRAWN = ("fsdp-4", "cp-2", "pp-2-zbv", "mxfp8-fsdp-4", "mxfp8-wide-cp-2", "mxfp8-tp-2")
 
 
 def _train(world: World, case: Case) -> Outcome:
@@ -119,7 +128,7 @@ def test_products_of_blocks_are_those_of_torchao(wide: bool) -> None:
     x = torch.randn(5, 8, 64, generator=generator) * torch.logspace(-3, 3, 64)  # scales differ from block to block
     seed = torch.randn(5, 8, 96, generator=generator)
     mine, theirs = x.clone().requires_grad_(), torch.cat([x.flatten(0, 1), x.new_zeros(24, 64)]).requires_grad_()
-    compute_in_mxfp8(layer, ["0"], wide, torch.device("cpu"))
+    set_product(layer[0], make_mxfp8_product(wide, torch.device("cpu")))
     (layer(mine) * seed).sum().backward()
     weight = layer[0].weight.detach().clone().requires_grad_()
     eight, emulated, by_torch = torch.float8_e4m3fn, KernelPreference.EMULATED, MXFP8Dim1CastKernelChoice.TORCH
@@ -148,7 +157,7 @@ def test_a_model_learns_in_bf16_with_products_in_8_bits(recipe: str, strategy: s
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("parallel.tp=2",), "parallel.tp=2 splits; use parallel=fsdp"),
+        (("parallel.tp=2", "parallel.tensor.asynchronous=true"), "use parallel.tensor.asynchronous=false"),
         (("precision=fp16", "precision.float8=rowwise"), "use precision=fp8"),
         (("adapter=lora",), "adapter=lora changes the same layers"),
         (("parallel=server",), "parameter servers"),
@@ -183,6 +192,24 @@ def test_a_gpu_without_products_of_blocks_is_one_line(
         return
     with pytest.raises(UserError, match=r"precision\.float8=mxfp8: a GPU has no such products, .* use precision=fp8"):
         check_precision_device(config, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_tensor_parallel_layers_are_as_close_as_whole_ones(recipe: str) -> None:
+    """Their rows have more scales than whole ones, so that they round no worse."""
+    split = Case(2, ("parallel.tp=2", f"precision.float8={recipe}"), "sixty-fours")
+    ranks = run_ranks(_train, 2, split, parallel=split.config().parallel)
+    exact = Case(1, (), "sixty-fours", micro=SEQUENCES)
+    (truth,) = run_ranks(_train, 1, exact, parallel=exact.config().parallel)
+    errors = [_measure_error(ranks, truth), _measure_error([_in_one_process("sixty-fours", split.overrides[1])], truth)]
+    assert 0.005 < errors[0] < 1.3 * errors[1]
+
+
+def _measure_error(ranks: list[Outcome], truth: Outcome) -> float:
+    """Relative error of the first step's gradients, all parameters together."""
+    got, wanted = (whole([one.gradients[0] for one in outcomes]) for outcomes in (ranks, [truth]))
+    off = sum(float(((got[name] - array) ** 2).sum()) for name, array in wanted.items())
+    return float(np.sqrt(off / sum(float((array**2).sum()) for array in wanted.values())))
 
 
 @pytest.mark.parametrize(("kind", "recipe", "multiple"), [("grouped", "rowwise", 16), ("grouped", "mxfp8", 32)])

@@ -55,12 +55,17 @@ class Nf4Linear(Nf4Weight, nn.Linear):  # type: ignore[override]  # weight is co
 
 
 def multiply(layer: nn.Linear, x: Tensor) -> Tensor:
-    """Return W x without the bias, (..., outputs), for a layer that may have its weight in NF4."""
+    """Return W x without the bias, (..., outputs), for a layer that may have its weight in NF4.
+
+    A layer with an attribute `product` computes by that: (x (..., inputs), weight) -> (..., outputs).
+    """
     if not isinstance(layer, Nf4Weight):
-        return F.linear(x, layer.weight)
+        product = getattr(layer, "product", F.linear)
+        out: Tensor = product(x, layer.weight)
+        return out
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    out: Tensor = _Product.apply(x, layer.nf4_codes, layer.nf4_scales)  # type: ignore[no-untyped-call]
+    out = _Product.apply(x, layer.nf4_codes, layer.nf4_scales)  # type: ignore[no-untyped-call]
     return out
 
 

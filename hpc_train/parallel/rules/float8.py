@@ -19,10 +19,10 @@ def check_float8_rules(config: RunConfig, degrees: Degrees) -> None:
         raise UserError(
             f"{option}: is not combined with the loss scale of fp16; use precision=fp8, which is bf16 elsewhere"
         )
-    if degrees.tp > 1:
+    if degrees.tp > 1 and parallel.tensor.asynchronous:
         raise UserError(
-            f"{option}: a scale is that of a whole layer, which parallel.tp={degrees.tp} splits; use parallel=fsdp, "
-            "context or pipeline parallelism, or precision=bf16"
+            f"{option}: asynchronous tensor parallelism has products of its own, in the format of precision.name; use "
+            "parallel.tensor.asynchronous=false, or precision=bf16"
         )
     if config.adapter.kind != "none":
         raise UserError(f"{option}: adapter={config.adapter.kind} changes the same layers; use precision=bf16")
@@ -49,6 +49,8 @@ def _check_gather(config: RunConfig, degrees: Degrees) -> None:
         )
     if parallel.strategy == "ddp":
         raise UserError(f"{_GATHER}: ddp gathers nothing; use parallel=zero1, zero2 or fsdp")
+    if degrees.tp > 1:
+        raise UserError(f"{_GATHER}: is not combined with parallel.tp={degrees.tp}; leave one of them out")
     if degrees.dp_shard * degrees.cp == 1:
         raise UserError(f"{_GATHER}: has no effect with dp_shard 1; leave it out, or use more ranks")
     if parallel.offload.parameters != "none":

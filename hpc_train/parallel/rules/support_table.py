@@ -364,7 +364,7 @@ _PRECISION = (
         option="precision=fp8",
         done_by="torchao's Float8Linear, and its products of blocks (mxfp8); emulated on CPUs",
         numbers=INEXACT + "rounded to 8 bits; recipes with_gw_hp: the same in every layout",
-        needs="not tp, adapters, fp16, parameter servers; torchao",
+        needs="not asynchronous tp, adapters, fp16, parameter servers; torchao",
         proof="tests/parallel/test_float8.py",
     ),
     Technique(
@@ -372,7 +372,7 @@ _PRECISION = (
         option="parallel=fsdp precision=fp8 precision.float8=tensorwise precision.float8_gather=true",
         done_by="torchao's cast of each shard in fully_shard's extension; our own scales",
         numbers=INEXACT + "8 bits; cp=1: the same in every layout of the same micro-batches",
-        needs="a zero strategy; not rowwise, no offload of parameters",
+        needs="a zero strategy; not rowwise, tp 1, no offload of parameters",
         proof="tests/parallel/test_float8_gather.py",
     ),
 )

@@ -287,7 +287,7 @@ def split_rows(name: str, layer: nn.Linear, axis: TensorAxis, asynchronous: bool
     if isinstance(layer, AdaptedLinear):
         _split_adapted_rows(layer, axis, layouts)
         return
-    if isinstance(layer, Nf4Weight):
+    if isinstance(layer, Nf4Weight) or hasattr(layer, "product"):
         layer.forward = lambda x: _add_bias(axis.leave(multiply(layer, x)), layer.bias)  # type: ignore[method-assign, assignment]
         return
     product = make_row_product(axis, asynchronous)

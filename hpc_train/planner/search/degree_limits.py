@@ -42,13 +42,15 @@ class DegreeLimits:
     experts: int = 0
     """Experts of a layer; 0: none."""
     tensor: bool = True
-    """Whether tp is allowed: not with products in 8 bits, or dropout of adapters."""
+    """Whether tp is allowed: not with gathers in 8 bits, or dropout of adapters."""
     blocks: int = 0
     """Number that tp must also divide: blocks of 8-bit moments in a row that tp splits; 0: no such limit."""
     positions: bool = True
     """Whether tp may split positions between layers: not in models of transformers, whose hidden states are whole."""
     adapter: bool = False
     """Only adapters are trained, which excludes asynchronous tp and ep."""
+    float8: bool = False
+    """Products in 8 bits, which excludes asynchronous tp."""
     float8_gather: bool = False
     """Weights are gathered in 8 bits, which needs a zero strategy and parameters on the device."""
 
@@ -78,10 +80,11 @@ def find_degree_limits(config: RunConfig, global_batch: int | None = None) -> De
         ddp_reduces=config.precision.reduce == native,
         split_backward=not parallel.compile and not experts,
         experts=experts,
-        tensor=config.precision.float8 == "none" and config.adapter.dropout == 0,
+        tensor=not config.precision.float8_gather and config.adapter.dropout == 0,
         blocks=_count_split_blocks(config),
         positions=not isinstance(model, CountedTransformer),
         adapter=config.adapter.kind != "none",
+        float8=config.precision.float8 != "none",
         float8_gather=config.precision.float8_gather,
     )
 

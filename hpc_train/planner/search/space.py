@@ -105,11 +105,12 @@ def _tensor_choices(space: SearchSpace, tp: int, cp: int) -> Iterator[tuple[int,
         if fixed.of("sequence_parallel", [1]) and fixed.of("overlap_tensor", [0]):
             yield 1, 0
         return
-    images, adapter = space.shape.images, space.shape.adapter
+    images = space.shape.images
+    synchronous = images or space.shape.adapter or space.shape.float8
     for sequence in fixed.of("sequence_parallel", [1] if images else [1, 0] if space.shape.positions else [0]):
         if sequence and not images and space.shape.sequence % (cp * tp):
             continue  # tp splits what cp leaves of the positions
-        for overlap in fixed.of("overlap_tensor", [0, 1] if sequence and not (images or adapter) else [0]):
+        for overlap in fixed.of("overlap_tensor", [0, 1] if sequence and not synchronous else [0]):
             yield int(sequence), int(overlap)
 
 
