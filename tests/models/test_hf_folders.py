@@ -309,7 +309,7 @@ def test_dropouts_and_windows_that_a_config_leaves_out_are_the_librarys(tmp_path
     found = left_out.find_dropout()
     assert (found is None) == (not dropped)
     assert found is None or found.split("=")[0] in dropped
-    assert left_out.window == whole.get("sliding_window")
+    assert left_out.window == (whole.get("sliding_window") or None)
     given = dict.fromkeys(dropped, 0.0) | {"sliding_window": None}
     set_otherwise = _read_body(tmp_path, {"model_type": model_type, **given})
     assert (set_otherwise.find_dropout(), set_otherwise.window) == (None, None)

@@ -53,6 +53,34 @@ TEXT = {
     "initializer_range": 0.2,
 }
 EIGHT = {**TEXT, "head_dim": 8}
+ENCODER = {
+    **{key: value for key, value in TEXT.items() if key != "num_key_value_heads"},
+    "hidden_dropout_prob": 0,
+    "attention_probs_dropout_prob": 0,
+}
+FALCON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 40,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+MLA = {
+    **{key: value for key, value in TEXT.items() if key != "num_key_value_heads"},
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
 IMAGE = {
     "image_size": 8,
     "patch_size": 4,
@@ -64,17 +92,6 @@ IMAGE = {
     "initializer_range": 0.2,
 }
 STRANGERS: dict[str, Callable[[], Any]] = {
-    "distilbert": lambda: transformers.DistilBertConfig(
-        vocab_size=VOCABULARY,
-        dim=32,
-        hidden_dim=40,
-        n_layers=2,
-        n_heads=4,
-        max_position_embeddings=64,
-        dropout=0,
-        attention_dropout=0,
-        initializer_range=0.2,
-    ),
     "albert": lambda: transformers.AlbertConfig(
         vocab_size=VOCABULARY,
         embedding_size=16,
@@ -98,10 +115,9 @@ STRANGERS: dict[str, Callable[[], Any]] = {
         n_groups=2,
         chunk_size=8,
     ),
-    "stablelm": lambda: transformers.StableLmConfig(**TEXT),
 }
-"""Families that the table does not list: without a list of layers, with one layer for all, with layers in layers, with
-an infinity in config.json, and an ordinary one."""
+"""Families that the table does not list: with one layer for all, with layers in layers, and with an infinity in
+config.json."""
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**TEXT, tie_word_embeddings=True),
     "mistral": lambda: transformers.MistralConfig(**TEXT, sliding_window=None),
@@ -148,6 +164,79 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **{key: value for key, value in TEXT.items() if key != "num_key_value_heads"}
     ),
     "mixtral": lambda: transformers.MixtralConfig(**TEXT, num_local_experts=4),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **TEXT, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=40
+    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **EIGHT, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[1]
+    ),
+    "deepseek_v2": lambda: transformers.DeepseekV2Config(**MLA, topk_method="greedy", n_group=1, topk_group=1),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(**MLA, n_group=2, topk_group=1),
+    "glm4_moe": lambda: transformers.Glm4MoeConfig(
+        **EIGHT, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, first_k_dense_replace=1
+    ),
+    "ernie4_5_moe": lambda: transformers.Ernie4_5_MoeConfig(
+        **EIGHT, moe_num_experts=4, moe_k=2, moe_intermediate_size=24, moe_layer_start_index=1
+    ),
+    "dots1": lambda: transformers.Dots1Config(
+        **EIGHT,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        first_k_dense_replace=1,
+        sliding_window=32,
+    ),
+    "apertus": lambda: transformers.ApertusConfig(**TEXT),
+    "ministral3": lambda: transformers.Ministral3Config(**EIGHT),
+    "cwm": lambda: transformers.CwmConfig(**EIGHT, sliding_window=32),
+    "gptj": lambda: transformers.GPTJConfig(
+        vocab_size=VOCABULARY,
+        n_embd=32,
+        n_layer=4,
+        n_head=4,
+        n_positions=64,
+        rotary_dim=4,
+        initializer_range=0.2,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+    ),
+    "jais2": lambda: transformers.Jais2Config(**EIGHT),
+    "phi-norms": lambda: transformers.PhiConfig(**TEXT, qk_layernorm=True),
+    "hyperclovax": lambda: transformers.HyperCLOVAXConfig(**EIGHT),
+    "granitemoe": lambda: transformers.GraniteMoeConfig(
+        **TEXT, num_local_experts=4, embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.7
+    ),
+    "olmoe": lambda: transformers.OlmoeConfig(**TEXT, num_experts=4, num_experts_per_tok=2),
+    "stablelm": lambda: transformers.StableLmConfig(**TEXT),
+    "roberta": lambda: transformers.RobertaConfig(**ENCODER),
+    "xlm-roberta": lambda: transformers.XLMRobertaConfig(**ENCODER),
+    "distilbert": lambda: transformers.DistilBertConfig(
+        vocab_size=VOCABULARY,
+        dim=32,
+        hidden_dim=40,
+        n_layers=3,
+        n_heads=4,
+        max_position_embeddings=64,
+        dropout=0,
+        attention_dropout=0,
+        initializer_range=0.2,
+    ),
+    "cohere-norms": lambda: transformers.CohereConfig(**TEXT, use_qk_norm=True),
+    "glm4_moe-norms": lambda: transformers.Glm4MoeConfig(
+        **EIGHT,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        first_k_dense_replace=1,
+        use_qk_norm=True,
+    ),
+    "bloom": lambda: transformers.BloomConfig(
+        vocab_size=VOCABULARY, hidden_size=32, n_layer=4, n_head=4, initializer_range=0.2
+    ),
+    "falcon": lambda: transformers.FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=2),
+    "falcon-alibi": lambda: transformers.FalconConfig(**FALCON, multi_query=False, alibi=True, bias=True),
     "bert": lambda: transformers.BertConfig(
         **{key: value for key, value in TEXT.items() if key != "num_key_value_heads"},
         hidden_dropout_prob=0,
@@ -180,16 +269,28 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         text_config={**TEXT, "num_hidden_layers": 1}, vision_config=IMAGE, num_labels=10, projection_dim=16
     ),
 }
-EXTRA = {"mixtral": ("model.experts=eager",)}
+MIXTURES = (
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "ernie4_5_moe",
+    "dots1",
+    "granitemoe",
+    "olmoe",
+)
+EXTRA = dict.fromkeys((*MIXTURES, "glm4_moe-norms"), ("model.experts=eager",))
 """transformers has no other products with experts in float64."""
 IMAGES = ("vit", "dinov2", "clip", "convnext")
-EXACT = ("gpt2", "bert", "opt", "distilbert", "albert", *IMAGES)
+EXACT = ("gpt2", "bert", "roberta", "xlm-roberta", "opt", "distilbert", "albert", *IMAGES)
 """Families whose code computes in float64 throughout. The others cast norms or angles to float32."""
 
 
 def auto_class(kind: str) -> Any:
     """Return the class of transformers that loads this kind."""
-    masked = dict.fromkeys(("bert", "distilbert", "albert"), AutoModelForMaskedLM)
+    masked = dict.fromkeys(("bert", "roberta", "xlm-roberta", "distilbert", "albert"), AutoModelForMaskedLM)
     other = {**masked, "t5": AutoModelForSeq2SeqLM}
     return AutoModelForImageClassification if kind in IMAGES else other.get(kind, AutoModelForCausalLM)
 
@@ -249,7 +350,7 @@ def share(kind: str, step: int, world: World, micro: int = 2) -> StepBatch:
 
 def truth(kind: str, folder: Path) -> tuple[Outcome, Outcome]:
     """Train with transformers alone, in one process: from_pretrained, two steps of AdamW, and the one after them."""
-    how = {"experts_implementation": "eager"} if kind in ("mixtral", "granitemoe") else {}
+    how = {"experts_implementation": "eager"} if kind.partition("-")[0] in MIXTURES else {}
     module = auto_class(kind).from_pretrained(folder, dtype=torch.float64, **how).train()
     config = compose((*COMMON, "model.path=x"))
     optimizer = make_optimizer(module, config.optim)
@@ -264,8 +365,8 @@ def truth(kind: str, folder: Path) -> tuple[Outcome, Outcome]:
 
 
 def state_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return the parameters, each under one name, and the optimizer state."""
-    names = {name for name, _ in module.named_parameters()}
+    """Return the parameters, each under one name, the buffers that are saved, and the optimizer state."""
+    names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
     return [piece for piece in state(module, optimizer) if piece.name in names or piece.name.startswith("optim.")]
 
 

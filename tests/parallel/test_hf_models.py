@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from hpc_train.errors import UserError
 from hpc_train.interfaces import World
 from hpc_train.models.hf.build import build_hf_model
 from hpc_train.models.hf.families import FAMILIES, find_family, format_family_table
+from hpc_train.models.hf.translated_plan import make_tensor_plan
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.testing import run_ranks
 
@@ -38,7 +40,14 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "cp-2-ulysses": (2, ("parallel.cp=2", "parallel.context.method=ulysses")),
     "fsdp-2-cp-2": (4, ("parallel=fsdp", "parallel.cp=2")),
 }
-FAMILY_OF = {"mistral-window": "mistral", "gemma3": "gemma3_text"}
+FAMILY_OF = {
+    "mistral-window": "mistral",
+    "gemma3": "gemma3_text",
+    "falcon-alibi": "falcon",
+    "phi-norms": "phi",
+    "cohere-norms": "cohere",
+    "glm4_moe-norms": "glm4_moe",
+}
 """Kinds of the tests whose name is not the model type."""
 
 
@@ -52,7 +61,7 @@ def allows(kind: str, layout: str) -> bool:
 
 
 CASES = [f"{kind} {layout}" for kind in CONFIGS for layout in LAYOUTS if allows(kind, layout)]
-DRAWN = ("qwen3 pp-2", "gemma3 cp-2", "olmo2 recompute", "vit ddp-2", "t5 tp-2")
+DRAWN = ("qwen3 pp-2", "gemma3 cp-2", "olmo2 recompute", "vit ddp-2", "t5 tp-2", "deepseek_v2 tp-2")
 
 
 class Models:
@@ -137,6 +146,67 @@ def _compare(outcomes: list[Outcome], wanted: Outcome, allowed: float) -> None:
         got = whole([outcome.gradients[step] for outcome in outcomes])
         assert_close(got, whole([wanted.gradients[step]]), allowed)
     assert_close(whole([outcome.state for outcome in outcomes]), whole([wanted.state]), allowed)
+
+
+REFUSED = {
+    "experts": (
+        transformers.MixtralConfig(**TEXT, num_local_experts=3),
+        r"^parallel\.tp=2: does not divide num_experts=3 of ",
+    ),
+    "one key head for all": (
+        transformers.FalconConfig(vocab_size=48, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
+        r"^parallel\.tp=2: does not divide num_key_value_heads=1 of ",
+    ),
+    "norms of single heads": (
+        transformers.StableLmConfig(**TEXT, qk_layernorm=True),
+        r"^parallel\.tp=2: not for StableLM of transformers with qk_layernorm=True in its config\.json; use parallel=",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_sizes_that_tp_cannot_split_are_one_line_before_any_rank(name: str, tmp_path: Path) -> None:
+    config, line = REFUSED[name]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=line):
+        check_support(Case("refused", tmp_path, 2, ("parallel.tp=2", "model.task=causal_lm")).config(), 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "lines"),
+    [
+        (transformers.PhiConfig(**TEXT, qk_layernorm=True), {"q_layernorm": "heads", "k_layernorm": "heads"}),
+        (transformers.CohereConfig(**TEXT, use_qk_norm=True), {"q_norm": "heads", "k_norm": "heads"}),
+        (transformers.OlmoeConfig(**TEXT), {"q_norm": "all_heads", "k_norm": "all_heads"}),
+        (transformers.PhiConfig(**TEXT), {}),
+    ],
+    ids=["phi", "cohere", "olmoe", "phi-plain"],
+)
+def test_norms_of_queries_and_keys_are_in_the_tensor_plan(
+    config: transformers.PreTrainedConfig, lines: dict[str, str]
+) -> None:
+    """Where a plan left them out, each rank would have its own heads' part of their gradient."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    family = find_family(config.model_type)
+    without_norms = tuple(line for line in family.projections if "norm" not in line[0])
+    plan = make_tensor_plan(model, dataclasses.replace(family, projections=without_norms))
+    found = {glob.rpartition(".")[2]: how for glob, how in plan.items() if "norm" in glob}
+    assert found == lines
+
+
+@pytest.mark.parametrize("kind", ["bloom", "gpt2", "opt"])
+def test_stages_of_a_pipeline_plan_of_ours_are_the_whole_model(kind: str, models: Models) -> None:
+    """Embeddings of positions, norms of embeddings and layers that return tuples are skipped in the other stages."""
+    model = build_hf_model(HfModelConfig(path=str(models.folder(kind))))
+    tokens = torch.arange(12).view(2, 6)
+    hidden = tokens
+    for names in (model.block_names[:1], model.block_names[1:]):
+        part = model.stage(names).to_empty(device="cpu")
+        for name, parameter in part.named_parameters():
+            parameter.data.copy_(model.get_parameter(name).data)
+        hidden = part(hidden)
+    torch.testing.assert_close(hidden, model(tokens))
 
 
 def test_constants_of_activations_have_their_values_on_the_meta_device(tmp_path: Path) -> None:

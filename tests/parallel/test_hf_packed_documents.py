@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from drawn import draw
-from hf_models import CONFIGS, TEXT, VOCABULARY, auto_class, save_model
+from hf_models import CONFIGS, EXTRA, TEXT, VOCABULARY, auto_class, save_model
 from test_hf_models import FAMILY_OF, tolerance
 from test_packed_documents import list_pieces, open_packed
 from torch import nn
@@ -26,7 +26,7 @@ SAMPLES = range(8)
 
 
 def load(kind: str, folder: Path) -> HfModel:
-    how = {"experts_implementation": "eager"} if kind == "mixtral" else {}
+    how = {"experts_implementation": "eager"} if kind in EXTRA else {}
     module: nn.Module = auto_class(kind).from_pretrained(folder, dtype=torch.float64, **how).train()
     return adapt_model(module, FAMILIES[kind], "causal_lm")
 
@@ -71,7 +71,7 @@ def test_what_may_not_keep_documents_apart_is_refused(tmp_path: Path) -> None:
     assert "not with parallel.pp=2" in refuse("parallel.pp=2")
     save_model("opt", tmp_path, weights=False)
     assert "OPT of transformers does not keep documents apart; use data.samples=padded" in refuse()
-    config = transformers.StableLmConfig(**TEXT)
-    config.architectures = ["StableLmForCausalLM"]
+    config = transformers.DiffLlamaConfig(**TEXT)
+    config.architectures = ["DiffLlamaForCausalLM"]
     config.save_pretrained(tmp_path)
-    assert "nobody has compared its numbers for stablelm of transformers; use data.samples=padded" in refuse()
+    assert "nobody has compared its numbers for diffllama of transformers; use data.samples=padded" in refuse()

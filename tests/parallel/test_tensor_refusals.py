@@ -65,7 +65,7 @@ PLANS = {
     "nothing to split": ({"norm": "seq"}, "no line col, row, vocab or expert matches a module"),
     "unknown": (
         {"norm": "column"},
-        "'norm' is 'column'; use col, row, vocab, seq, heads, all_heads, enter, attention, head_bias, expert",
+        "'norm' is 'column'; use col, row, vocab, seq, heads, all_heads, enter, attention, head_bias, shared_key, ",
     ),
     "wrong kind": ({"norm": "col"}, "norm is RMSNorm, and only Linear can be col"),
     "twice": ({"layers.*.attention.q": "col", "layers.0.attention.*": "row"}, "layers.0.attention.q is both col and"),

@@ -83,9 +83,11 @@ def test_what_is_planned_runs(tmp_path: Path, name: str) -> None:
 
 
 def test_a_family_without_a_model_is_one_line(tmp_path: Path) -> None:
-    save(tmp_path, transformers.StableLmConfig(**FEW))
+    save(tmp_path, transformers.DiffLlamaConfig(**FEW))
     words = [*JOB, "model=hf", f"model.path={tmp_path}"]
-    with pytest.raises(UserError, match=r"the planner has no model of stablelm of transformers for causal_lm, only of"):
+    with pytest.raises(
+        UserError, match=r"the planner has no model of diffllama of transformers for causal_lm, only of"
+    ):
         plan_overrides(words)
     assert "ddp" in choose_parallel(compose([*words, "parallel=auto"]), 8).line
     (tmp_path / "moe").mkdir()

@@ -16,12 +16,9 @@ from torch import Tensor, nn
 
 from hpc_train.errors import UserError
 from hpc_train.models.hf.families import Family, Task
-from hpc_train.models.hf.library import get_tensor_plan, is_block
-from hpc_train.models.layers import cross_entropy_sum, match_tensor_plan
-
-_SPLITS = {"colwise": "col", "rowwise": "row", "replicated_with_grad_allreduce": "heads"}
-"""transformers' words in a tensor plan -> ours; what is not here, such as packed experts, is not applied."""
-_VOCABULARY = {"colwise_gather_output", "embedding_rowwise"}
+from hpc_train.models.hf.library import is_block
+from hpc_train.models.hf.translated_plan import make_tensor_plan
+from hpc_train.models.layers import cross_entropy_sum
 
 
 class HfModel(nn.Module):
@@ -136,26 +133,6 @@ def find_block_names(model: nn.Module) -> list[str]:
     if not blocks:
         raise UserError(f"model: {type(model).__name__} of transformers does not say which of its modules are layers")
     return blocks
-
-
-def make_tensor_plan(model: nn.Module, family: Family) -> dict[str, str]:
-    """Translate the model's tensor plan, or take the family's own: name glob -> col, row, heads, vocab, ...
-
-    With a plan of the library, embedding and head are split by vocabulary. With one of the family's own they stay whole
-    on each rank, unless it names them.
-    """
-    if family.projections:
-        return match_tensor_plan(dict(family.projections), model)
-    plan: dict[str, str] = {}
-    for glob, how in get_tensor_plan(model).items():
-        if how in _VOCABULARY:
-            continue
-        if how not in _SPLITS:
-            return {}
-        plan[glob] = _SPLITS[how]
-    ends = cast(Any, model).get_input_embeddings(), cast(Any, model).get_output_embeddings()
-    plan |= {name: "vocab" for name, module in model.named_modules() if module in ends}
-    return match_tensor_plan(plan, model)
 
 
 def copy_to_meta(model: HfModel) -> HfModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpc_train.errors import UserError
@@ -39,7 +40,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attend with the module's own core; the function that transformers calls.
 
-    query: (B, heads, T, head_dim); key and value: (B, kv_heads, T, head_dim). Returns (B, T, heads, head_dim).
+    query: (B, heads, T, head_dim); key and value: (B, kv_heads, T, head_dim), where values may be narrower.
+    Returns (B, T, heads, width of the values).
     Raises UserError for a mask or an option that would be left out.
     """
     left_out = [name for name, given in others.items() if given is not None and name not in _HARMLESS]
@@ -50,5 +52,8 @@ def attend(
     if scaling is not None and scaling != default_scaling:
         query = query * (scaling / default_scaling)
     core: Any = module.core
+    width = value.shape[-1]
+    if width < key.shape[-1]:  # a ring sends keys and values in one tensor
+        value = F.pad(value, (0, key.shape[-1] - width))
     out: Tensor = core(query, key, value)
-    return out.transpose(1, 2).contiguous(), None
+    return out[..., :width].transpose(1, 2).contiguous(), None

@@ -46,14 +46,18 @@ _DROPOUTS = (
     "residual_dropout",
 )
 _GPT2_DROPOUTS = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
+_BERT_DROPOUTS = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 _WINDOW: dict[str, float] = {"sliding_window": 4096}
 _LIBRARY_DEFAULTS: dict[str, dict[str, float]] = {
     "gpt2": _GPT2_DROPOUTS,
-    "bert": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta"), _BERT_DROPOUTS),
+    "distilbert": {"dropout": 0.1, "attention_dropout": 0.1},
     "opt": {"dropout": 0.1},
     "t5": {"dropout_rate": 0.1},
+    "falcon": {"multi_query": True},
     "seed_oss": {"attention_dropout": 0.1, "residual_dropout": 0.1},
-    **dict.fromkeys(("mistral", "gemma2", "gemma3_text", "olmo3", "cohere2", "exaone4", "ministral"), _WINDOW),
+    **dict.fromkeys(("mistral", "gemma2", "gemma3_text", "olmo3", "cohere2", "exaone4", "ministral", "dots1"), _WINDOW),
+    "cwm": {"sliding_window": 8192},
 }
 """Dropouts and windows that transformers takes for a model type whose config.json does not give them."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -92,6 +96,14 @@ class ConfigFile:
         return self.get_number("vocab_size")
 
     @property
+    def key_heads(self) -> int | None:
+        """Heads of keys and values; None where the file leaves them to the library's default."""
+        settings = {**_LIBRARY_DEFAULTS.get(self.model_type, {}), **self.body}
+        if settings.get("multi_query") and not settings.get("new_decoder_architecture"):
+            return 1
+        return self.get_number("num_key_value_heads", "num_kv_heads")
+
+    @property
     def classes(self) -> int:
         """Classes of a classification head; 2 where the file leaves them to the library's default."""
         labels = self.body.get("id2label")
@@ -114,7 +126,7 @@ class ConfigFile:
     def window(self) -> int | None:
         """Keys that a token's attention sees at most, in the layers that have a window."""
         if "sliding_window" in self.body:
-            return self.get_number("sliding_window")
+            return self.get_number("sliding_window") or None  # 0 in models without one (Qwen2-MoE)
         default = _LIBRARY_DEFAULTS.get(self.model_type, {}).get("sliding_window")
         return None if default is None else int(default)
 

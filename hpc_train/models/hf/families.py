@@ -13,7 +13,6 @@ Task = Literal["causal_lm", "masked_lm", "seq2seq_lm", "image_classification"]
 
 _FUSED = "its q, k and v are one matrix in an order that no rank can take an equal part of"
 _JOINED = "its gate and up projections are one matrix, of which a rank would take only one"
-_EXPERTS = "its experts are one tensor"
 _UNTESTED = "nobody has compared its numbers yet"
 _NO_PLAN = "transformers has no pipeline plan for it"
 _TWO_WAYS = "its attention is not causal"
@@ -38,6 +37,12 @@ class Family:
     """Globs of parameters that no forward of the task uses: they are frozen."""
     projections: tuple[tuple[str, str], ...] = ()
     """Tensor plan, as (glob, how) with our words, of a family for which transformers has none that splits attention."""
+    modules: tuple[str, ...] = ()
+    """Modules in the order of a forward, of a family for which transformers has no pipeline plan."""
+    tuples: bool = False
+    """Its layers return tuples, of which hidden states are the first entry."""
+    unsplit_with: tuple[str, ...] = ()
+    """Keys of config.json with which tp cannot split its layers."""
     packs: bool = True
     """Its code keeps packed documents apart by positions that restart."""
     tested: bool = True
@@ -60,10 +65,18 @@ _CLIP = _split_projections(
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.fc1"),
     ("self_attn.out_proj", "mlp.fc2"),
 )
-_BERT = _split_projections(
-    "bert.encoder.layer",
-    ("attention.self.query", "attention.self.key", "attention.self.value", "intermediate.dense"),
-    ("attention.output.dense", "output.dense"),
+_BERT, _ROBERTA = (
+    _split_projections(
+        f"{name}.encoder.layer",
+        ("attention.self.query", "attention.self.key", "attention.self.value", "intermediate.dense"),
+        ("attention.output.dense", "output.dense"),
+    )
+    for name in ("bert", "roberta")
+)
+_DISTILBERT = _split_projections(
+    "distilbert.transformer.layer",
+    ("attention.q_lin", "attention.k_lin", "attention.v_lin", "ffn.lin1"),
+    ("attention.out_lin", "ffn.lin2"),
 )
 _OPT = (
     *_split_projections(
@@ -83,6 +96,56 @@ _OLMO = (
     ("model.embed_tokens", "vocab"),
     ("lm_head", "vocab"),
 )
+_DEEPSEEK_V3 = (
+    *_split_projections(
+        "model.layers",
+        (
+            *(f"self_attn.{name}" for name in ("q_proj", "q_b_proj", "kv_b_proj")),
+            *(f"{name}.{part}_proj" for name in ("mlp", "mlp.shared_experts") for part in ("gate", "up")),
+        ),
+        ("self_attn.o_proj", "mlp.down_proj", "mlp.shared_experts.down_proj"),
+    ),
+    ("model.layers.*.self_attn.kv_a_proj_with_mqa", "shared_key"),
+    ("model.layers.*.mlp.experts", "stacked_experts"),
+    ("model.embed_tokens", "vocab"),
+    ("lm_head", "vocab"),
+)
+_ATTENTION = tuple(f"self_attn.{name}_proj" for name in "qkv")
+_EXPERTS = (
+    *_split_projections("model.layers", _ATTENTION, ("self_attn.o_proj",)),
+    ("model.layers.*.mlp.experts", "stacked_experts"),
+    ("model.embed_tokens", "vocab"),
+    ("lm_head", "vocab"),
+)
+_GRANITE_EXPERTS = (
+    *(line for line in _EXPERTS if line[1] != "stacked_experts"),
+    ("model.layers.*.block_sparse_moe.experts", "stacked_experts"),
+)
+_APERTUS = (
+    *_split_projections("model.layers", (*_ATTENTION, "mlp.up_proj"), ("self_attn.o_proj", "mlp.down_proj")),
+    ("model.layers.*.self_attn.[qk]_norm", "heads"),
+    ("model.layers.*.mlp.act_fn", "heads"),
+    ("model.embed_tokens", "vocab"),
+    ("lm_head", "vocab"),
+)
+_STABLELM = (
+    ("model.layers.*.self_attn", "attention"),
+    *_split_projections(
+        "model.layers", (*_ATTENTION, "mlp.gate_proj", "mlp.up_proj"), ("self_attn.o_proj", "mlp.down_proj")
+    ),
+    ("model.embed_tokens", "vocab"),
+    ("lm_head", "vocab"),
+)
+_FUSED_HEADS = (
+    *_split_projections(
+        "transformer.h",
+        ("self_attention.query_key_value", "mlp.dense_h_to_4h"),
+        ("self_attention.dense", "mlp.dense_4h_to_h"),
+    ),
+    ("transformer.h.*.self_attention", "attention"),
+    ("transformer.word_embeddings", "vocab"),
+    ("lm_head", "vocab"),
+)
 _T5_ATTENTION = ("SelfAttention", "EncDecAttention")
 _T5 = (
     *_split_projections(
@@ -93,6 +156,15 @@ _T5 = (
     *((f"*.block.*.{name}", "attention") for name in _T5_ATTENTION),
     ("*.relative_attention_bias", "head_bias"),
 )
+
+_DECODER_MODULES = ("model.embed_tokens", "model.layers", "model.norm", "lm_head")
+_GPT2_MODULES = ("transformer.wte", "transformer.wpe", "transformer.h", "transformer.ln_f", "lm_head")
+_OPT_MODULES = (
+    *(f"model.decoder.{name}" for name in ("embed_tokens", "embed_positions", "project_in", "layers")),
+    *("model.decoder.final_layer_norm", "model.decoder.project_out", "lm_head"),
+)
+_FALCON_MODULES = ("transformer.word_embeddings", "transformer.h", "transformer.ln_f", "lm_head")
+_BLOOM_MODULES = ("transformer.word_embeddings", "transformer.word_embeddings_layernorm", *_FALCON_MODULES[1:])
 
 FAMILIES: tuple[Family, ...] = (
     Family("llama", "Llama", "causal_lm"),
@@ -116,15 +188,65 @@ FAMILIES: tuple[Family, ...] = (
     Family("arcee", "Arcee", "causal_lm"),
     Family("helium", "Helium", "causal_lm"),
     Family("ernie4_5", "ERNIE 4.5", "causal_lm"),
-    Family("granite", "Granite", "causal_lm", pipeline=_NO_PLAN),
-    Family("nemotron", "Nemotron", "causal_lm", pipeline=_NO_PLAN),
+    Family("granite", "Granite", "causal_lm", modules=_DECODER_MODULES),
+    Family("nemotron", "Nemotron", "causal_lm", modules=_DECODER_MODULES),
     Family("glm4", "GLM-4", "causal_lm", tensor=_JOINED),
     Family("phi3", "Phi-3", "causal_lm", tensor=_JOINED),
-    Family("gpt2", "GPT-2", "causal_lm", tensor=_FUSED, pipeline=_NO_PLAN, casts=False),
+    Family("gpt2", "GPT-2", "causal_lm", tensor=_FUSED, casts=False, modules=_GPT2_MODULES),
     Family("gpt_neox", "GPT-NeoX", "causal_lm"),
-    Family("mixtral", "Mixtral", "causal_lm", tensor=_EXPERTS, pipeline=_UNTESTED),
+    Family("mixtral", "Mixtral", "causal_lm"),
+    Family("qwen2_moe", "Qwen2-MoE", "causal_lm"),
+    Family("qwen3_moe", "Qwen3-MoE", "causal_lm"),
+    Family("deepseek_v2", "DeepSeek-V2", "causal_lm"),
+    Family("deepseek_v3", "DeepSeek-V3", "causal_lm", projections=_DEEPSEEK_V3),
+    Family("glm4_moe", "GLM-4 MoE", "causal_lm"),
+    Family("ernie4_5_moe", "ERNIE 4.5 MoE", "causal_lm"),
+    Family("dots1", "dots.llm1", "causal_lm"),
+    Family("apertus", "Apertus", "causal_lm", projections=_APERTUS),
+    Family("ministral3", "Ministral 3", "causal_lm"),
+    Family("cwm", "CWM", "causal_lm"),
+    Family("gptj", "GPT-J", "causal_lm"),
+    Family("jais2", "Jais 2", "causal_lm"),
+    Family("hyperclovax", "HyperCLOVA X", "causal_lm"),
+    Family("granitemoe", "GraniteMoE", "causal_lm", projections=_GRANITE_EXPERTS, modules=_DECODER_MODULES),
+    Family(
+        *("olmoe", "OLMoE", "causal_lm"),
+        projections=(*_EXPERTS, ("model.layers.*.self_attn.[qk]_norm", "all_heads")),
+        modules=_DECODER_MODULES,
+    ),
+    Family(
+        *("stablelm", "StableLM", "causal_lm"),
+        projections=_STABLELM,
+        modules=_DECODER_MODULES,
+        unsplit_with=("qk_layernorm",),
+    ),
+    Family("roberta", "RoBERTa", "masked_lm", None, _NO_PLAN, _TWO_WAYS, casts=False, projections=_ROBERTA),
+    Family("xlm-roberta", "XLM-RoBERTa", "masked_lm", None, _NO_PLAN, _TWO_WAYS, casts=False, projections=_ROBERTA),
+    Family("distilbert", "DistilBERT", "masked_lm", None, _NO_PLAN, _TWO_WAYS, casts=False, projections=_DISTILBERT),
     Family("bert", "BERT", "masked_lm", None, _NO_PLAN, _TWO_WAYS, casts=False, projections=_BERT),
-    Family("opt", "OPT", "causal_lm", None, _NO_PLAN, _UNTESTED, casts=False, projections=_OPT, packs=False),
+    Family(
+        *("opt", "OPT", "causal_lm"),
+        casts=False,
+        projections=_OPT,
+        modules=_OPT_MODULES,
+        packs=False,
+    ),
+    Family(
+        *("bloom", "BLOOM", "causal_lm"),
+        context="its attention adds a bias of positions (ALiBi), which no ring does",
+        projections=_FUSED_HEADS,
+        modules=_BLOOM_MODULES,
+        tuples=True,
+        packs=False,
+    ),
+    Family(
+        *("falcon", "Falcon", "causal_lm"),
+        context="its code does not call the attention that can be replaced",
+        projections=_FUSED_HEADS,
+        modules=_FALCON_MODULES,
+        tuples=True,
+        packs=False,
+    ),
     Family("t5", "T5", "seq2seq_lm", None, _NO_PLAN, _TWO_WAYS, projections=_T5),
     Family("vit", "ViT", _IMAGES, None, _NO_PLAN, _TWO_WAYS, False, (), _VIT),
     Family("dinov2", "DINOv2", _IMAGES, None, _NO_PLAN, _TWO_WAYS, False, ("*.mask_token",), _DINO),

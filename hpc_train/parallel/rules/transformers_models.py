@@ -47,12 +47,19 @@ def _check_family(file: ConfigFile, degrees: Degrees) -> None:
 
 
 def _check_heads(file: ConfigFile, tp: int) -> None:
+    for key in file.family.unsplit_with:
+        if file.body.get(key):
+            raise UserError(
+                f"parallel.tp={tp}: not for {file.family.name} of transformers with {key}={file.body[key]} in its "
+                f"config.json; {_INSTEAD}"
+            )
     part = "vision_config" if file.family.task == "image_classification" else "text_config"
     heads = file.get_number("num_attention_heads", "n_head", "num_heads", part=part)
     for key, count in (
         ("num_attention_heads", heads),
-        ("num_key_value_heads", file.get_number("num_key_value_heads", part=part) or heads),
+        ("num_key_value_heads", (file.key_heads if part == "text_config" else None) or heads),
         ("intermediate_size", file.get_number("intermediate_size", "ffn_dim", "d_ff", part=part)),
+        ("num_experts", file.get_number("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")),
     ):
         if count is not None and count % tp:
             raise UserError(f"parallel.tp={tp}: does not divide {key}={count} of {file.folder / 'config.json'}")

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
 from hpc_train.errors import UserError
 from hpc_train.parallel.tensor.layers import TensorAxis
 from hpc_train.parallel.tensor.local_parameters import ParameterLayout, ParameterLayouts
 
 _COUNTS = ("num_heads", "n_heads")
-"""Attributes in which the code of an attention has its number of heads."""
+_KEY_COUNTS = ("num_kv_heads", "num_key_value_heads")
+"""Attributes in which the code of an attention has its numbers of heads."""
+_BIASES = ("alibi", "attention_mask")
+"""Arguments of an attention that may have entries for every head."""
 
 
 def enter_heads(module: nn.Module, axis: TensorAxis) -> None:
@@ -17,9 +24,17 @@ def enter_heads(module: nn.Module, axis: TensorAxis) -> None:
     module.forward = axis.enter
 
 
-def split_head_norm(module: nn.Module, layouts: ParameterLayouts) -> None:
-    """Make a norm work on this rank's heads; every rank has its weights, for which all heads have gradients."""
-    layouts.update({(module, key): ParameterLayout(partial=True) for key, _ in module.named_parameters(recurse=False)})
+def split_head_norm(name: str, module: nn.Module, axis: TensorAxis, layouts: ParameterLayouts) -> None:
+    """Make a norm work on this rank's heads.
+
+    Every rank has the weights (head_dim,) that all heads share, for which all have gradients. Weights (heads, head_dim)
+    of each head (Cohere) are split. Raises UserError where heads do not divide.
+    """
+    for key, parameter in module.named_parameters(recurse=False):
+        is_split = parameter.ndim == 2
+        if is_split and len(parameter) % axis.size:
+            raise UserError(f"parallel.tp={axis.size}: {name} has {len(parameter)} heads, which do not divide")
+        layouts[module, key] = ParameterLayout(Shard(0)) if is_split else ParameterLayout(partial=True)
 
 
 def count_local_heads(name: str, attention: nn.Module, axis: TensorAxis) -> None:
@@ -30,13 +45,47 @@ def count_local_heads(name: str, attention: nn.Module, axis: TensorAxis) -> None
     keys = [key for key in _COUNTS if isinstance(getattr(attention, key, None), int)]
     if not keys:
         raise UserError(f"{name}: has no number of heads ({' or '.join(_COUNTS)}), so it cannot be attention")
-    for key in keys:
-        heads = int(getattr(attention, key))
-        if heads % axis.size:
+    heads = int(getattr(attention, keys[0]))
+    for key in (*keys, *(key for key in _KEY_COUNTS if hasattr(attention, key))):
+        count = int(getattr(attention, key))
+        if count % axis.size:
             raise UserError(
-                f"parallel.tp={axis.size}: {name} has {heads} heads, which do not divide; use a divisor of {heads}"
+                f"parallel.tp={axis.size}: {name} has {count} heads, which do not divide; use a divisor of {count}"
             )
-        setattr(attention, key, heads // axis.size)
+        setattr(attention, key, count // axis.size)
+
+    def select(_: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        own = {key: _select_heads(options[key], heads, axis) for key in _BIASES if key in options}
+        return args, {**options, **own}
+
+    attention.register_forward_pre_hook(select, with_kwargs=True)
+
+
+def _select_heads(bias: Tensor | None, heads: int, axis: TensorAxis) -> Tensor | None:
+    """Return this rank's heads of a bias, or a bias without heads as it is.
+
+    bias: (B, heads, queries, keys) or (B heads, queries, keys).
+    """
+    if bias is None or bias.ndim not in (3, 4) or (bias.ndim == 4 and bias.shape[1] != heads):
+        return bias
+    by_head = bias if bias.ndim == 4 else bias.view(-1, heads, *bias.shape[1:])
+    own = by_head.chunk(axis.size, 1)[axis.rank]
+    return own if bias.ndim == 4 else own.flatten(0, 1)
+
+
+def share_key(layer: nn.Module, attention: nn.Module, axis: TensorAxis) -> None:
+    """Let the last outputs of a projection, the rotary key of all heads, pass to the heads of each rank.
+
+    They are `qk_rope_head_dim` of the attention (DeepSeek-V2, arXiv:2405.04434). The others are a latent that
+    column-parallel layers read, which sum its gradients themselves.
+    """
+    width = int(attention.qk_rope_head_dim)  # type: ignore[arg-type]
+
+    def enter(_: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        latent, key = torch.split(out, [out.shape[-1] - width, width], dim=-1)
+        return torch.cat([latent, axis.enter(key)], dim=-1)
+
+    layer.register_forward_hook(enter)
 
 
 def split_head_bias(bias: nn.Module, axis: TensorAxis, layouts: ParameterLayouts) -> None:

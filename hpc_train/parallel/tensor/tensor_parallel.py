@@ -85,17 +85,23 @@ def _split_layers(
         elif style == "enter":
             head_layers.enter_heads(module, axis)
         elif style == "heads":
-            head_layers.split_head_norm(module, layouts)
+            head_layers.split_head_norm(name, module, axis, layouts)
         elif style == "all_heads":
             norms.setdefault(name.rpartition(".")[0], {})[name] = module
         elif style == "attention":
             head_layers.count_local_heads(name, module, axis)
         elif style == "head_bias":
             head_layers.split_head_bias(module, axis, layouts)
+        elif style == "shared_key":
+            head_layers.share_key(module, part.get_submodule(name.rpartition(".")[0]), axis)
         elif style == "expert":
             from hpc_train.parallel.tensor.expert_layers import split_mixture
 
             split_mixture(name, module, axis, layouts)
+        elif style == "stacked_experts":
+            from hpc_train.parallel.tensor.stacked_experts import share_out_experts
+
+            share_out_experts(name, module, axis, layouts)
     # Column-parallel layers of one parent have the same input, which is then gathered once for all of them.
     for parent, group in groups.items():
         layers.split_columns(part.get_submodule(parent), group, axis, asynchronous, layouts)

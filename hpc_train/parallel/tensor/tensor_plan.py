@@ -19,6 +19,8 @@ _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
     "enter": (nn.Identity,),  # where an activation that all heads share passes to the heads of each rank
     "attention": (nn.Module,),  # code that must count this rank's heads only
     "head_bias": (nn.Embedding,),  # a column for each head, of which each rank returns its own
+    "shared_key": (nn.Linear,),  # makes the rotary part of a key that all heads share, beside what col layers read
+    "stacked_experts": (nn.Module,),  # experts whose parameters are stacked: each rank has some of them, whole
     "expert": (nn.Module,),  # a mixture of experts, the width of each of which is split
 }
 """How a module may be split, and which modules can be."""
@@ -42,7 +44,7 @@ def read_tensor_plan(part: nn.Module, *, whole_model: bool) -> dict[str, str]:
             _check_line(title, glob, name, modules[name], style)
             if styles.setdefault(name, style) != style:
                 raise UserError(f"{title}: {name} is both {styles[name]} and {style}; keep one of these lines")
-    if not set(styles.values()) & {"col", "row", "vocab", "expert"}:
+    if not set(styles.values()) & {"col", "row", "vocab", "expert", "stacked_experts"}:
         raise UserError(
             f"{title}: no line col, row, vocab or expert matches a module: parallel.tp has nothing to split"
         )
