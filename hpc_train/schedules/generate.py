@@ -1,7 +1,8 @@
 """Generate a schedule's order by its name, and say what each schedule requires of ranks, micro-batches and stages.
 
 To add a schedule: name it in config (SCHEDULES), say in REQUIREMENTS what it needs, write the function that yields one
-rank's row, and enter it in _ROWS. Everything else (checks, simulation, planner, trainer) follows from the order.
+rank's row, and enter it in _ROWS. Checks, simulation and the trainer follow from the order. The planner needs its
+micro-batches in flight (_IN_FLIGHT of planner/model/pipeline.py) and its bubble (bubble_seconds of step_time.py there).
 """
 
 from __future__ import annotations

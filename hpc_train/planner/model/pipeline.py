@@ -41,6 +41,7 @@ They are multiples of: micro-batches times virtual stages; (virtual stages - 1) 
 these are fewer; ranks behind this one; ranks; 1. 1F1B holds one activation for each rank behind this one, besides its
 own. Interleaving warms up with two forwards for each of them and a round for each virtual stage but one.
 """
+assert set(_IN_FLIGHT) == set(SCHEDULES)
 _MULTIPLES = np.array([_IN_FLIGHT[name] for name in SCHEDULES], np.float64).T
 
 

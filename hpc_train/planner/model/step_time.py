@@ -15,6 +15,7 @@ from hpc_train.planner.model.layer.layer_work import LayerWork, attention_score_
 from hpc_train.planner.model.layer.products import is_blackwell
 from hpc_train.planner.model.memory import Memory, estimate_memory
 from hpc_train.planner.model.network import OverlapWindows, data_seconds, send_seconds
+from hpc_train.planner.model.pipeline import SPLITS_BACKWARD
 from hpc_train.planner.model.stage_layers import LayerSplit, split_layers
 
 _HOST_UPDATE = 4.0
@@ -25,8 +26,8 @@ copies move 8 bytes, and AdamW reads and writes 28 of host memory. A GPU's share
 its PCIe bandwidth, so both together take about four times as long as the copies.
 """
 _NAIVE, _ZBV, _DUALPIPEV, _ZB_2P = (SCHEDULES.index(name) for name in ("naive", "zbv", "dualpipev", "zb_2p"))
-_FIRST_SPLIT = SCHEDULES.index("interleaved_zero_bubble")
-"""Schedules with this code or a larger one split backward into input and weight gradients."""
+_SPLITS = np.isin(np.arange(len(SCHEDULES)), (*SPLITS_BACKWARD, _ZB_2P))
+"""Whether a schedule splits backward into input and weight gradients, by its code."""
 
 
 @dataclass(frozen=True)
@@ -171,8 +172,9 @@ def bubble_seconds(jobs: Jobs, others: Column, forward: Column, inputs: Column, 
     # for every micro-batch; v virtual stages cut the wait to one v-th (Narayanan et al. 2021, section 2.2).
     schedule = jobs.schedule
     bubble = choose(schedule == _NAIVE, jobs.micro_batches * others, others / jobs.virtual_stages)
-    if np.any(schedule >= _FIRST_SPLIT):
-        bubble = choose(schedule >= _FIRST_SPLIT, _split_bubble_seconds(jobs, forward, inputs, weights), bubble)
+    splits = _SPLITS[schedule.astype(np.intp)]
+    if np.any(splits):
+        bubble = choose(splits, _split_bubble_seconds(jobs, forward, inputs, weights), bubble)
     return choose(jobs.pp > 1, bubble, 0.0)
 
 
