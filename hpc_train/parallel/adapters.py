@@ -14,7 +14,13 @@ from torch import nn
 
 from hpc_train.config.adapter import AdapterConfig
 from hpc_train.errors import UserError
-from hpc_train.models.adapters.adapted_linear import add_adapter, is_conv1d, list_nf4_layers, quantize_layer
+from hpc_train.models.adapters.adapted_linear import (
+    add_adapter,
+    computes_as_linear,
+    is_conv1d,
+    list_nf4_layers,
+    quantize_layer,
+)
 from hpc_train.models.adapters.names import ADAPTER_LEAVES
 from hpc_train.models.adapters.nf4 import BLOCK, import_bitsandbytes
 from hpc_train.parallel.user_model import get_named_blocks, name_model
@@ -124,15 +130,19 @@ def _matches(name: str, glob: str) -> bool:
 
 
 def _takes_adapter(module: nn.Module) -> bool:
-    """Whether this is a linear layer that computes with its own forward, which the adapter replaces.
+    """Whether this is a linear layer without an adapter that computes with its own forward, which one replaces.
 
     nn.MultiheadAttention reads the weight of its out_proj without calling it.
     """
     if is_conv1d(module):
         return True
-    if not isinstance(module, nn.Linear) or isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+    kind = type(module)
+    inherits = isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward
+    if issubclass(kind, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return False
-    return type(module).forward is nn.Linear.forward and not any(hasattr(module, leaf) for leaf in ADAPTER_LEAVES)
+    if any(hasattr(module, leaf) for leaf in ADAPTER_LEAVES):
+        return False
+    return inherits or computes_as_linear(kind)  # type: ignore[arg-type]  # torch: __hash__(object)
 
 
 def _explain_mismatch(model: nn.Module, layers: dict[str, nn.Module], glob: str) -> str:

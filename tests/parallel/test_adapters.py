@@ -13,7 +13,7 @@ from drawn import draw
 from matrix import MAX_NORM, RATES, STEPS, Case, fresh, global_batch, model, steps, train_and_save
 from matrix import resume as resume_case
 from outcome import Arrays, Outcome, assert_close, whole
-from torch import nn
+from torch import Tensor, nn
 
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
@@ -166,6 +166,29 @@ def test_targets_by_the_end_of_a_name_and_by_default() -> None:
     ]  # fmt: skip
     assert "head" not in find_target_layers(model("llama"), [])
     assert len(find_target_layers(model("llama"), [])) == 4 * 7
+
+
+class OwnForward(nn.Linear):
+    """As FalconLinear of transformers: the same product, written differently."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input @ self.weight.T + self.bias
+
+
+class Scaled(OwnForward):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+class Tagged(OwnForward):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.gain = nn.Parameter(torch.zeros(()))
+
+
+def test_a_linear_layer_with_a_forward_of_its_own_takes_adapters_if_it_computes_the_same() -> None:
+    layers = {kind.__name__: kind(8, 8) for kind in (OwnForward, Scaled, Tagged)}
+    assert list(find_target_layers(nn.ModuleDict(layers), [])) == ["OwnForward"]
 
 
 def test_attention_that_reads_weights_without_calling_layers_is_left_out() -> None:

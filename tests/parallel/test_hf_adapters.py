@@ -13,6 +13,7 @@ import transformers
 from drawn import draw
 from hf_models import (
     EXACT,
+    EXTRA,
     MAX_NORM,
     RATES,
     STEPS,
@@ -50,6 +51,7 @@ ADAPTERS = {
 }
 KINDS = (
     "gpt2", "llama", "qwen2", "gemma2", "gemma3", "phi", "olmo2", "gpt_neox", "mixtral", "bert", "t5", "vit",
+    "qwen2_moe", "bloom", "falcon",
 )  # fmt: skip
 WIDE = {**TEXT, "hidden_size": 128, "intermediate_size": 256}
 """Sizes that NF4 can keep in blocks of 64 numbers, also in two parts."""
@@ -115,7 +117,7 @@ def name_targets(case: Case) -> list[str]:
 def make_peft_model(case: Case) -> nn.Module:
     """The library's model in PEFT's hands, with our initial A; weights that we keep in NF4 are rounded to it."""
     config = case.config()
-    how = {"experts_implementation": "eager"} if case.kind == "mixtral" else {}
+    how = {"experts_implementation": "eager"} if case.kind in EXTRA else {}
     model = auto_class(case.kind).from_pretrained(case.folder, dtype=torch.float64, **how).train()
     names = name_targets(case)
     if config.adapter.base == "nf4":

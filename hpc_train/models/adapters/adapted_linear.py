@@ -166,10 +166,31 @@ def list_nf4_layers(model: nn.Module, blocks: Iterable[str]) -> dict[str, nn.Lin
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
         and name.startswith(inside)
-        and type(module) in (nn.Linear, AdaptedLinear)
+        and (type(module) is AdaptedLinear or computes_as_linear(type(module)))  # type: ignore[arg-type]  # torch: __hash__(object)
         and module.in_features % BLOCK == 0
         and users[id(module._parameters["weight"])] == 1
     }
+
+
+@functools.cache
+def computes_as_linear(kind: type[nn.Module]) -> bool:
+    """Return whether a class is nn.Linear, or has the same parameters and results (FalconLinear of transformers)."""
+    if kind is nn.Linear:
+        return True
+    if not issubclass(kind, nn.Linear):
+        return False
+    try:
+        with torch.random.fork_rng([]), torch.device("cpu"), torch.no_grad():
+            layer, plain = kind(3, 5), nn.Linear(3, 5)
+            x = torch.linspace(-1, 1, 6).view(2, 3)
+            same_results = torch.allclose(layer(x), F.linear(x, layer.weight, layer.bias))
+    except Exception:  # of a class that is made or called in its own way
+        return False
+    return same_results and vars(layer).keys() == vars(plain).keys() and _list_tensors(layer) == _list_tensors(plain)
+
+
+def _list_tensors(module: nn.Module) -> list[str]:
+    return [*module._parameters, *module._buffers, *module._modules]
 
 
 def is_conv1d(module: nn.Module) -> bool:
