@@ -35,9 +35,9 @@ _STACK_SECONDS = 3.0
 _UNABLE = (STOPPED, WAITS_FOR_DISK, GONE, NOT_BEGUN)
 """States in which a process answers no signal."""
 LATE_END_SECONDS = 10.0
-"""How long ranks of a job that is being ended may be silent before it is recorded what holds them up."""
+"""Seconds of silence after a job was asked to end, from which on the supervisor records which rank delays the end."""
 _STEP_PHASES = (Phase.FIRST_STEP, Phase.STEP, Phase.EVALUATE)
-"""Phases that a stop request waits for the end of, and in which ranks wait for each other."""
+"""Phases that ranks complete before they obey a stop request, and in which they wait for each other."""
 _EARLIEST_SHARE = 0.75
 """Share of a deadline that passes before any rank is asked, however short the deadline is."""
 
@@ -140,9 +140,9 @@ class HangResponse:
         request_stacks: Callable[[], None],
         machines: Mapping[str, Any] | None = None,
     ) -> str:
-        """Record which rank holds up the others of a job that was asked to end so many seconds ago.
+        """Record which rank delays the end of a job. seconds: since it was asked to end.
 
-        Slurm kills them after KillWait, long before some deadlines. Returns the text of the incident, "" if ranks have
+        Slurm kills ranks after KillWait, long before some deadlines. Returns the text of the incident, "" if ranks have
         done something in the last LATE_END_SECONDS, or start, load or save, which may take longer.
         """
         if any(view.phase is Phase.START for view in views):  # it may not handle the signal yet, and would die of it
