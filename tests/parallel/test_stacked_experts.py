@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts
 
 from hpc_train.config.parallel import ParallelConfig
 from hpc_train.errors import UserError
@@ -69,6 +71,41 @@ def test_results_and_gradients_are_those_of_one_process(indices: list[list[int]]
     for found in run_ranks(run_experts, 2, chosen, parallel=ParallelConfig(tp=2)):
         for value, wanted in zip(found, expected, strict=True):
             np.testing.assert_allclose(value, wanted, rtol=0, atol=1e-14)
+
+
+def make_library_experts(implementation: str) -> nn.Module:
+    config = transformers.Qwen2MoeConfig(hidden_size=8, moe_intermediate_size=16, num_experts=4, num_hidden_layers=1)
+    config._experts_implementation = implementation
+    experts = Qwen2MoeExperts(config)
+    for parameter in experts.parameters():
+        parameter.data = torch.linspace(-1, 1, parameter.numel()).mul(9).sin().view(parameter.shape)
+    return experts
+
+
+def run_library_experts(world: World, implementation: str, indices: Tensor) -> list[Array]:
+    experts = make_library_experts(implementation)
+    if world.size > 1:
+        axis = TensorAxis(world.mesh["tp"], sequence=False)
+        layouts: ParameterLayouts = {}
+        share_out_experts("experts", experts, axis, layouts)
+        distribute_parameters(experts, axis.mesh, layouts)
+    x = torch.linspace(-2, 2, 40).cos().view(5, 8).requires_grad_()
+    weights = torch.linspace(0.1, 0.9, 10).view(5, 2).requires_grad_()
+    out = experts(x, indices, weights)
+    (out * torch.linspace(1, 2, 40).view(5, 8)).sum().backward()
+    found = [out, x.grad, weights.grad, *(parameter.grad for parameter in experts.parameters())]
+    return [value.full_tensor().numpy() if isinstance(value, DTensor) else value.detach().numpy() for value in found]
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+def test_each_implementation_of_the_library_leaves_out_the_experts_of_other_ranks(implementation: str) -> None:
+    """In float32: grouped products, which are the library's default, leave rows of other experts uninitialised."""
+    for indices in ([[0, 3], [1, 2], [2, 0], [3, 1], [0, 1]], [[0, 1]] * 5):
+        (expected,) = run_ranks(run_library_experts, 1, implementation, torch.tensor(indices))
+        ranks = run_ranks(run_library_experts, 2, implementation, torch.tensor(indices), parallel=ParallelConfig(tp=2))
+        for found in ranks:
+            for value, wanted in zip(found, expected, strict=True):
+                np.testing.assert_allclose(value, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
 class _OneRankOfTwo:

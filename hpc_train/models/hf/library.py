@@ -195,6 +195,15 @@ def list_unsaved_tensors(model: nn.Module) -> list[str]:
     return list(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
 
 
+def keep_experts(experts: nn.Module, count: int) -> None:
+    """Let a module of stacked experts compute with `count` of them, and leave out tokens whose index is `count`.
+
+    Its code looks for such tokens where the library has split the experts itself, which this flag says.
+    """
+    experts.num_experts = count  # type: ignore[assignment]  # torch: attributes are modules or tensors
+    experts._is_expert_parallel = True  # type: ignore[assignment]
+
+
 _SPLIT_EXPERTS = {"mixtral": ("w1", "w2", "w3"), "qwen2_moe": ("gate_proj", "up_proj", "down_proj")}
 """Names that single experts had before the library joined them, by the family whose rules a model type follows."""
 
