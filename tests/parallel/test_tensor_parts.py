@@ -60,12 +60,13 @@ NORMS = {"query": nn.RMSNorm(4 * 6, eps=1e-5), "key": RMSNorm1p(2 * 6, eps=1e-5)
 """Over tp=4: a query head each, and two ranks for each of the two key heads."""
 
 
-def _normalise(world: World, inputs: dict[str, Tensor]) -> dict[str, list[Array]]:
+def _normalise(world: World, whole: dict[str, nn.Module], inputs: dict[str, Tensor]) -> dict[str, list[Array]]:
     """Each rank's part of both norms' results, and of the gradients of inputs and weights."""
     axis = TensorAxis(world.mesh["tp"], sequence=False)
     parent = nn.Module()
     parent.head_dim = 6  # type: ignore[assignment]
-    norms: dict[str, nn.Module] = {name: copy.deepcopy(norm).to(inputs[name].dtype) for name, norm in NORMS.items()}
+    inputs = {name: values.to(world.device) for name, values in inputs.items()}
+    norms: dict[str, nn.Module] = {name: copy.deepcopy(norm).to(inputs[name]) for name, norm in whole.items()}
     layouts: ParameterLayouts = {}
     split_full_norms(parent, norms, axis, layouts)
     for norm in norms.values():
@@ -85,7 +86,7 @@ def _normalise(world: World, inputs: dict[str, Tensor]) -> dict[str, list[Array]
 
 def _weigh(out: Tensor, rank: int) -> Tensor:
     """Another factor of the loss for every element on every rank."""
-    return torch.linspace(1.0, 2.0 + rank, out.numel(), dtype=torch.float64).view(out.shape)
+    return torch.linspace(1.0, 2.0 + rank, out.numel(), dtype=torch.float64, device=out.device).view(out.shape)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.bfloat16, 2**-8)])
@@ -99,7 +100,7 @@ def test_split_norms_over_all_heads_are_those_of_one_process(dtype: torch.dtype,
         name: torch.randn(2, 3, norm.weight.numel(), generator=generator, dtype=torch.float64).to(dtype)
         for name, norm in NORMS.items()
     }
-    ranks = run_ranks(_normalise, 4, inputs, parallel=ParallelConfig(tp=4))
+    ranks = run_ranks(_normalise, 4, NORMS, inputs, parallel=ParallelConfig(tp=4))
     for name, norm in NORMS.items():
         heads, whole_norm = norm.weight.numel() // 6, copy.deepcopy(norm).to(dtype).double()
         x = inputs[name].double().requires_grad_()
