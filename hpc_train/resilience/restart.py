@@ -27,6 +27,7 @@ class Cause(Enum):
     MEMORY = "no memory left"
     KILLED = "a rank was killed"
     HANG = "a hang"
+    LAUNCH = "ranks that did not start"
     LOST_NODE = "a lost node"
     CONNECTION = "a lost connection"
     TIME_LIMIT = "the time limit came before a save"
@@ -39,6 +40,7 @@ class Cause(Enum):
 _MAY_NOT_COME_AGAIN = (
     Cause.KILLED,
     Cause.HANG,
+    Cause.LAUNCH,
     Cause.LOST_NODE,
     Cause.CONNECTION,
     Cause.TIME_LIMIT,

@@ -11,7 +11,9 @@ from hpc_train.checkpoint.errors import CheckpointError
 from hpc_train.config.compose import compose
 from hpc_train.errors import EXIT_FAILED, EXIT_NO_REQUEUE, EXIT_USER_ERROR, IncompleteRun, MissingRanksError, UserError
 from hpc_train.launch.recovery.failures import LOST_NODES, find_first_error, main
-from hpc_train.launch.recovery.restarting import decide_after_failure, find_fault
+from hpc_train.launch.recovery.restarting import Allocation, decide_after_failure, find_fault
+from hpc_train.launch.submit import default_to_slurm
+from hpc_train.resilience.exclusion import read_strikes
 from hpc_train.resilience.restart import Action, Cause, Fault
 from hpc_train.training.numerics.number_checks import LostNumbers
 from hpc_train.training.records.run_records import append_event, record_failure
@@ -42,6 +44,25 @@ def test_a_signal_is_named_with_its_node_and_not_the_rank_that_lost_its_peer(log
     fault = find_fault(logs, 1)
     assert (fault.cause, fault.host) == (Cause.KILLED, "node2")
     assert fault.text == f"task 1,3 on node2 was ended from outside: {how}"
+
+
+def test_a_node_that_refuses_the_ranks_is_named_and_not_those_that_srun_has_killed_for_that(tmp_path: Path) -> None:
+    """As Slurm 22.05 says it after the restart of a slurmd. The node gets a strike, and the ranks start again."""
+    folder = RunDirectory(tmp_path, tmp_path / "checkpoints")
+    folder.logs(0).mkdir(parents=True)
+    (folder.logs(0) / "srun.err").write_text(
+        "srun: error: Task launch for StepId=15.2 failed on node node2: Job credential expired\n"
+        "srun: error: Application launch failed: Job credential expired\n"
+        "srun: Job step aborted: Waiting up to 32 seconds for job step to finish.\n"
+        "srun: error: node1: task 0: Killed\n"
+    )
+    config = compose(default_to_slurm(["checkpoint.every=10"]))
+    decision = decide_after_failure(config, folder, 0, 167, 0, Allocation(("node1", "node2"), (), 2))
+    assert decision.action is Action.RESTART
+    fault = find_fault(folder.logs(0), 167)
+    assert (fault.cause, fault.host) == (Cause.LAUNCH, "node2")
+    assert fault.text == "srun could not start the ranks on node2: Job credential expired"
+    assert [(strike.host, strike.weight) for strike in read_strikes(tmp_path)] == [("node2", 1)]
 
 
 def test_an_exit_code_is_named_and_would_come_again(logs: Path) -> None:

@@ -38,6 +38,9 @@ _SRUN_LINE = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<tasks>[\d,-]+):
 _OUT_OF_MEMORY = re.compile(r"srun: error: (?P<host>\S+): tasks? [\d,-]+: Out Of Memory")
 """Slurm prints this for all tasks of a node that end at that moment, so it does not tell which one ran out of memory.
 """
+NOT_STARTED = "srun could not start the ranks"
+"""How the text of an error begins where a slurmd has refused them. srun then kills those that run on other nodes."""
+_NOT_LAUNCHED = re.compile(r"srun: error: Task launch for \S+ failed on node (?P<host>[^ :]+): (?P<why>.+)")
 _ABORTED = "Aborted"
 _DEADLY_WORDS = (
     "Killed",
@@ -174,8 +177,13 @@ def _find_lost_nodes(logs: Path) -> FirstError | None:
 
 
 def _find_in_srun_errors(logs: Path) -> FirstError | None:
-    """Find the first task that srun reports as killed by a signal or exited, and that recorded no error itself."""
+    """Find the first task that srun reports as killed by a signal or exited, and that recorded no error itself.
+
+    Where srun has not started all of them, the node that has refused them is named, and task 0 stands for its tasks.
+    """
     text, aborted = _read_srun_errors(logs), None
+    if refused := _NOT_LAUNCHED.search(text):
+        return FirstError(0, f"{NOT_STARTED} on {refused['host']}: {refused['why']}", refused["host"])
     for line in _SRUN_LINE.finditer(text):
         silent = [task for task in _expand_tasks(line["tasks"]) if _has_no_report(logs, task)]
         how = _describe_end(line["how"])

@@ -25,7 +25,7 @@ from hpc_train.launch.command_output import print_to_job_log
 from hpc_train.launch.job_spec import read_spec
 from hpc_train.launch.recovery.crashing_checkpoints import FailedLoad, list_unmarked_steps, respond_to_failed_load
 from hpc_train.launch.recovery.elastic import find_smaller_size
-from hpc_train.launch.recovery.failures import EXIT_CODES, STOP_ASKED, FirstError, find_first_error
+from hpc_train.launch.recovery.failures import EXIT_CODES, NOT_STARTED, STOP_ASKED, FirstError, find_first_error
 from hpc_train.launch.slurm.supervisor.time_limit import OUT_OF_TIME, SLURM_EARLY_SECONDS, read_time_left
 from hpc_train.launch.state.attempts import read_attempt
 from hpc_train.launch.state.run_facts import read_events
@@ -268,9 +268,10 @@ def record_strikes(run: Path, attempt: int, fault: Fault, allocation: Allocation
     before = read_strikes(run)
     lost = [host for host in allocation.lost if not _is_known_loss(run, host, attempt, before)]
     strikes = [Strike(host, HARDWARE, _NO_ANSWER, attempt) for host in lost]
-    if fault.cause in (Cause.HANG, Cause.KILLED, Cause.SLOW_NODE, Cause.DISAGREE) and fault.host:
+    once, twice = (Cause.SLOW_NODE, Cause.DISAGREE), (Cause.HANG, Cause.KILLED, Cause.LAUNCH)
+    if fault.cause in (*once, *twice) and fault.host:
         name = _find_full_name(fault.host, allocation.nodes)
-        weight = SOFTWARE if fault.cause in (Cause.HANG, Cause.KILLED) else HARDWARE
+        weight = HARDWARE if fault.cause in once else SOFTWARE
         if name is not None and name not in allocation.lost:
             strikes.append(Strike(name, weight, fault.text, attempt))
     recorded = {(strike.host, strike.weight, strike.attempt) for strike in before}
@@ -324,6 +325,8 @@ def _find_cause(logs: Path, error: FirstError) -> Cause:
         return Cause.MEMORY
     if _KILLED.search(error.text):
         return Cause.KILLED
+    if error.text.startswith(NOT_STARTED):
+        return Cause.LAUNCH
     failure = read_first_failure(logs)
     if failure is None:
         return Cause.UNKNOWN
