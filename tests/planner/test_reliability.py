@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.special import gammaincinv
 
 from hpc_train.planner.reliability.failure_rate import (
     DAY,
@@ -22,6 +23,12 @@ def test_the_published_rates_are_those_of_their_papers() -> None:
     assert rates["Meta, Llama 3"] == pytest.approx(3.8, abs=0.05)
     assert (rates["Meta, RSC-1"], rates["Meta, RSC-2"]) == (6.50, 2.34)
     assert all("arXiv:" in it.source for it in PUBLISHED_RATES)
+
+
+@pytest.mark.parametrize("shape", [1.0, 1.5, 3.97, 10.0, 100.0, 1e4, 1e6])
+def test_quantiles_are_those_of_scipy(shape: float) -> None:
+    for p in (0.01, 0.1, 0.5, 0.9, 0.99):
+        assert FailureRate(shape, 2.0).quantile(p) == pytest.approx(gammaincinv(shape, p) / 2, rel=1e-10), p
 
 
 def test_the_prior_has_the_mean_and_the_spread_of_the_published_sites() -> None:

@@ -9,9 +9,8 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import mean, variance
-
-from scipy.special import betainc, gammaincinv
+from functools import cache
+from statistics import NormalDist, mean, variance
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ class FailureRate:
 
     def quantile(self, p: float) -> float:
         """Return the rate (failures per node-day) that is not exceeded with probability p."""
-        return float(gammaincinv(self.shape, p)) / self.node_days
+        return _gamma_quantile(self.shape, p) / self.node_days
 
     @property
     def percentiles(self) -> Percentiles:
@@ -117,8 +116,45 @@ class FailureRate:
         return Percentiles(*(_negative_binomial(p, self.shape, chance) for p in (0.1, 0.5, 0.9)))
 
 
+# Every plan needs a quantile of the gamma distribution, few the negative binomial: importing scipy.special would take a
+# tenth of the time of a plan.
+
+
+@cache
+def _gamma_quantile(shape: float, p: float) -> float:
+    """Return the p-quantile of Gamma(shape, 1) to 10 digits, for a shape of at least 1 and p from 0.01 to 0.99."""
+    # Newton's method for log P as a function of log x. It begins at the approximation of Wilson and Hilferty 1931, and
+    # not below a bound that follows from P(x) <= x^shape / Gamma(shape + 1).
+    cube_root = 1 - 1 / (9 * shape) + NormalDist().inv_cdf(p) / (3 * math.sqrt(shape))
+    x = max(shape * max(cube_root, 0.0) ** 3, math.exp((math.log(p) + math.lgamma(shape + 1)) / shape))
+    for _ in range(_MAX_STEPS):
+        below = _gamma_probability(shape, x)
+        slope = math.exp(shape * math.log(x) - x - math.lgamma(shape)) / below
+        step = min(max(math.log(p / below) / slope, -1.0), 1.0)
+        x *= math.exp(step)
+        if abs(step) < _PRECISION:
+            break
+    return x
+
+
+_MAX_STEPS, _PRECISION = 50, 1e-11
+
+
+def _gamma_probability(shape: float, x: float) -> float:
+    """Return P(Gamma(shape, 1) <= x) by its power series, whose terms are all positive."""
+    term = total = 1.0
+    n = shape
+    while term > 1e-17 * total:
+        n += 1
+        term *= x / n
+        total += term
+    return total * math.exp(shape * math.log(x) - x - math.lgamma(shape + 1))
+
+
 def _negative_binomial(p: float, shape: float, chance: float) -> float:
     """Return the p-quantile of the negative binomial: the least k with I_chance(shape, k + 1) >= p."""
+    from scipy.special import betainc
+
     high = 1
     while betainc(shape, high + 1, chance) < p:
         high *= 2
