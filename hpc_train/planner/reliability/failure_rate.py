@@ -118,6 +118,8 @@ class FailureRate:
 
 # Every plan needs a quantile of the gamma distribution, few the negative binomial: importing scipy.special would take a
 # tenth of the time of a plan.
+_MAX_STEPS, _PRECISION = 50, 1e-11
+"""Of Newton's method, relative to the quantile."""
 
 
 @cache
@@ -135,9 +137,6 @@ def _gamma_quantile(shape: float, p: float) -> float:
         if abs(step) < _PRECISION:
             break
     return x
-
-
-_MAX_STEPS, _PRECISION = 50, 1e-11
 
 
 def _gamma_probability(shape: float, x: float) -> float:
