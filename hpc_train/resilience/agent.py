@@ -64,8 +64,8 @@ _UNSURE_SECONDS = 10.0
 """After how long without a message an agent finds out, every few seconds, whether the job has lost its supervisor."""
 _AGAIN_SECONDS = 5.0
 _STOPPED_ALONE_SECONDS = 7.0
-"""The same in a job that was asked to stop, as where its batch script was killed: Slurm waits for its agents, up to
-KillWait."""
+"""The same in a job that was asked to stop, or that ends, as where its batch script was killed or an srun has forgotten
+its agents: Slurm waits for them, up to KillWait."""
 _ALONE_SECONDS = 60.0
 """After how long without a message an agent whose ranks have ended does so, too.
 
@@ -208,7 +208,7 @@ class SupervisorWatch:
             return True  # else Slurm would wait for it, up to KillWait
         if self._silent > _UNSURE_SECONDS:
             self._find_out()
-        enough = _STOPPED_ALONE_SECONDS if stops and views else _ALONE_SECONDS
+        enough = _STOPPED_ALONE_SECONDS if stops else _ALONE_SECONDS
         return self._silent > enough and all(view.ended for view in views)
 
     def _find_out(self) -> None:

@@ -326,7 +326,7 @@ def test_an_agent_that_hears_nothing_finds_out_whether_the_job_has_lost_its_supe
         watch.hear()
     assert not stay_silent(6.5, gone, stops=True), "two signs of life may come late"
     assert stay_silent(1, gone, stops=True), "Slurm waits for it with the end of the job"
-    assert not stay_silent(1, [], stops=True), "its ranks may not have begun"
+    assert not stay_silent(1, [RankView(0, Phase.STEP, 1, 0.0, 10.0, "R")], stops=True), "its rank is there"
     watch.hear()
     assert started == []
     assert not stay_silent(22)

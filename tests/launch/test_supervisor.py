@@ -198,6 +198,14 @@ def test_a_node_that_has_never_reported_is_lost_and_those_that_wait_for_it_do_no
     assert (tmp_path / "logs" / "0" / HANG).exists() == (kind == "hang")
 
 
+def test_a_node_that_has_never_reported_is_lost_where_its_peers_have_failed(start: Start, tmp_path: Path) -> None:
+    """Its ranks were lost while there was no supervisor. Others would start there again."""
+    logs = tmp_path / "logs" / "0"
+    (logs / SRUN_ERRORS).write_text("srun: error: node1: task 0: Exited with exit code 1\n")
+    start([report("node1")], NODES[:2], ends=False).watch([])
+    assert (logs / LOST_NODES).read_text() == "node2\n"
+
+
 def test_a_node_without_an_agent_is_left_alone_as_long_as_the_ranks_go_on(
     start: Start, tmp_path: Path, srun: subprocess.Popen[bytes]
 ) -> None:

@@ -43,6 +43,8 @@ _LATE_SECONDS = 3.0
 """Silence after which a node is late: agents report each second."""
 _AGENT_START_SECONDS = 20.0
 """How much longer than usual a node may be silent whose agent is started again."""
+_ABSENT_SECONDS = 5.0
+"""The same of a node that has never reported, once ranks on other nodes have failed: they may have lost it."""
 _TOGETHER_SECONDS = 3.0
 """Nodes whose last reports came within this time are lost together, as those of a rack without power."""
 _STEPS_AHEAD = 5
@@ -268,7 +270,14 @@ class AgentReports:
 
         The ranks on the other nodes often fail first, because their connections break.
         """
-        return any(_LATE_SECONDS < node.silent <= seconds + 2 * TICK_SECONDS for node in self.nodes.values())
+        late = (node.silent for node in self.nodes.values() if node.absent or node.silent > _LATE_SECONDS)
+        return any(silent <= seconds + 2 * TICK_SECONDS for silent in late)
+
+    def hurry_absent(self) -> None:
+        """Give nodes that have never reported less time for that, as ranks on others have failed."""
+        for node in self.nodes.values():
+            if node.absent:
+                node.silent = max(node.silent, -_ABSENT_SECONDS)
 
     def send(self, order: bytes) -> None:
         """Write to the standard input of all agents; nothing happens if they are gone."""

@@ -250,7 +250,7 @@ class Supervisor:
 
         One that has never reported may just have no agent, while its ranks train on.
         """
-        if host not in self._reports.list_absent():
+        if host not in self._reports.list_absent() or self._failures.killed is not None:
             return True
         views = self._reports.list_views()
         waits = bool(views) and all(view.phase is Phase.START for view in views)
@@ -344,6 +344,7 @@ class Supervisor:
             write_ended_tasks(self._logs, self._reports.list_views())
             kill_ranks(self._job, self._reports)
             self._failures.killed = time.monotonic()
+        self._reports.hurry_absent()
         early = time.monotonic() < self._failures.killed + SRUN_SECONDS
         if early or self._reports.may_miss_a_node(self._silent_seconds):
             return False
