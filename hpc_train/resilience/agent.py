@@ -156,9 +156,9 @@ def run_agent(logs: Path, settings: dict[str, Any]) -> None:
         views = watch.look()
         notice = notice or notices.poll() or ""
         before, overdue = overdue, any(view.overdue for view in views)
-        told, stop = stop, find_stop_signal()
+        reported_stop, stop = stop, find_stop_signal()
         # What is new about a rank that is overdue, or a stop, does not wait.
-        if time.monotonic() >= due or overdue > before or stop != told:
+        if time.monotonic() >= due or overdue > before or stop != reported_stop:
             due = time.monotonic() + REPORT_SECONDS
             report()
         readable, _, _ = select.select([0], [], [], seconds_to_next_look(views))
@@ -175,8 +175,8 @@ def run_agent(logs: Path, settings: dict[str, Any]) -> None:
         if KILL in messages:
             kill_ranks(logs)
         if not messages or END in messages or LEAVE in messages:
-            told, stop = stop, find_stop_signal()
-            if readable and messages and stop != told:
+            reported_stop, stop = stop, find_stop_signal()
+            if readable and messages and stop != reported_stop:
                 report()
             notices.close()
             if LEAVE not in messages:

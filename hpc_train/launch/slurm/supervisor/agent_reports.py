@@ -122,7 +122,7 @@ class AgentReports:
             self.give_up()
         if not self.ended or time.monotonic() < self._started + _AGENTS_AGAIN_SECONDS:
             return False
-        self.close()
+        self.close(END_SECONDS)
         self._begin()
         for host in self.nodes:
             self.expect_new_agent(host)
