@@ -139,7 +139,10 @@ def list_weight_files(path: Path) -> list[Path]:
             raise UserError(f"{index}: is not an index of safetensors files ({type(error).__name__})") from error
         for name in names:
             if not isinstance(name, str) or not name.isprintable() or name in ("", "..") or name != Path(name).name:
-                raise UserError(f"{index}: names {str(name)[:80]!r}, which is no file name; copy the files again")
+                raise UserError(
+                    f"{index}: names {str(name)[:80]!r}, which is not the name of a file in its folder; copy the files "
+                    "again"
+                )
         return [path / name for name in names]
     files = [path / _SINGLE_FILE] if (path / _SINGLE_FILE).is_file() else sorted(path.glob("*.safetensors"))
     if not files:
