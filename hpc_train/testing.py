@@ -83,7 +83,7 @@ def pretend_ranks(
 
 
 Work = Callable[[Connection, int], None]
-"""What a rank does: gets the pipe for its outcome, and its rank."""
+"""The work of a process, called with the pipe for its outcome and with its rank."""
 MakeProcess = Callable[[Connection, int, Work], BaseProcess]
 
 

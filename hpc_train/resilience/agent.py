@@ -64,13 +64,13 @@ _UNSURE_SECONDS = 10.0
 """After how long without a message an agent finds out, every few seconds, whether the job has lost its supervisor."""
 _AGAIN_SECONDS = 5.0
 _STOPPED_ALONE_SECONDS = 7.0
-"""The same in a job that was asked to stop, or that ends, as where its batch script was killed or an srun has forgotten
-its agents: Slurm waits for them, up to KillWait."""
-_ALONE_SECONDS = 60.0
-"""After how long without a message an agent whose ranks have ended does so, too.
+"""After how long without a message an agent ends once its ranks have, in a job that was asked to stop or that ends.
 
-Slurm does not end it on a node that was taken from the job and is back at once.
+Its batch script may have been killed, or an srun may have forgotten it: Slurm then waits for it, up to KillWait.
 """
+_ALONE_SECONDS = 60.0
+"""The same time in other jobs: Slurm does not end an agent on a node that was taken from the job and is back at
+once."""
 
 
 @dataclass(frozen=True)

@@ -193,6 +193,20 @@ FAULTS = (
         ("parallel/test_tensor.py",),
     ),
     Fault(
+        "weight gradients in MXFP8 are rounded along features, not along tokens",
+        "parallel/mxfp8.py",
+        "return by_x, round_blocks(gradient.t()) @ round_blocks(x.t()).t(), None",
+        "return by_x, round_blocks(gradient).t() @ round_blocks(x), None",
+        ("parallel/test_float8.py",),
+    ),
+    Fault(
+        "a row-parallel layer in 8 bits is computed in the format of its input",
+        "parallel/tensor/layers.py",
+        'if isinstance(layer, Nf4Weight) or hasattr(layer, "product"):',
+        "if isinstance(layer, Nf4Weight):",
+        ("parallel/test_float8.py",),
+    ),
+    Fault(
         "row-parallel layers are not summed without sequence parallelism",
         "parallel/tensor/layers.py",
         "        dist.all_reduce(out, group=self.group)\n",

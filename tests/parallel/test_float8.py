@@ -8,6 +8,7 @@ Where tp splits a layer, rows of its parts have scales of their own, which block
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from functools import cache
 
@@ -168,6 +169,15 @@ def test_what_cannot_be_combined_is_one_line(overrides: tuple[str, ...], words: 
     with pytest.raises(UserError, match=r"precision\.float8=rowwise: ") as caught:
         check_support(config, 2)
     assert words in str(caught.value)
+
+
+def test_a_torchao_without_products_of_blocks_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are a prototype there, which older releases lack and later ones may move."""
+    monkeypatch.setitem(sys.modules, "hpc_train.parallel.mxfp8", None)
+    says = r"float8=mxfp8: this torchao has no such products .*'torchao>=0\.18,<0\.19'"
+    with pytest.raises(UserError, match=says) as caught:
+        convert_linear_layers(model("thirty-twos"), PrecisionConfig(float8="mxfp8"), torch.device("cpu"))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("recipe", ["mxfp4", "nvfp4"])

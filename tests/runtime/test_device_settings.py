@@ -198,7 +198,7 @@ def _make_task(process: int, store: dist.Store, host: str = "node1") -> Task:
 def test_ranks_that_share_a_gpu_are_hosts_of_their_own_for_nccl(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of the ranks on one GPU, the first stays on its host. A start again on the same store changes nothing."""
+    """The first rank on a GPU stays on its host. When ranks start again on the same store, nothing changes."""
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid=f"gpu-{device.index}"))
     store = dist.HashStore()
     for _ in range(2):

@@ -294,7 +294,7 @@ def _load_resumed(directory: Path, step: int, wanted: list[TensorShard], world: 
 
 
 class _StepContent(NamedTuple):
-    """What a step has for a run that resumes from it."""
+    """Which tensors of a step a resuming run loads, and from what kind of run they come."""
 
     weights_only: bool = False
     """Only weights are to be loaded: the step has no others, or the optimizer state of another training."""

@@ -195,7 +195,7 @@ def list_unsaved_tensors(model: nn.Module) -> list[str]:
     return list(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
 
 
-def keep_experts(experts: nn.Module, count: int) -> None:
+def limit_experts(experts: nn.Module, count: int) -> None:
     """Let a module of stacked experts compute with `count` of them, and leave out tokens whose index is `count`.
 
     Its code looks for such tokens where the library has split the experts itself, which this flag says.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from hpc_train.errors import UserError
-from hpc_train.models.hf.library import keep_experts
+from hpc_train.models.hf.library import limit_experts
 from hpc_train.parallel.tensor.layers import TensorAxis
 from hpc_train.parallel.tensor.local_parameters import ParameterLayout, ParameterLayouts
 
@@ -31,7 +31,7 @@ def share_out_experts(name: str, experts: nn.Module, axis: TensorAxis, layouts: 
     own = count // axis.size
     first = own * axis.rank
     layouts.update({(experts, key): ParameterLayout(Shard(0)) for key in keys})
-    keep_experts(experts, own)
+    limit_experts(experts, own)
 
     def enter(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x, indices, weights = args

@@ -32,7 +32,7 @@ class Accelerator:
 
     @property
     def multiplies_blocks(self) -> bool:
-        """Whether products of operands with a scale for each block (MXFP8) are computed: where those of 4 bits are."""
+        """Whether it multiplies operands with a scale for each block (MXFP8), as all that multiply 4 bits do."""
         return 4 in self.flops
 
 

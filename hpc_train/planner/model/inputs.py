@@ -26,8 +26,8 @@ RECOMPUTE = ("none", "selective", "full")
 """Modes of recomputation, coded by their index. selective differs between stacks: see layer_work.recompute_shares."""
 SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 OFFLOAD = ("none", "optimizer", "parameters")
-"""What lives in host memory between uses, coded by its index. optimizer: its state, and the update runs on the CPU.
-parameters: also the parameters and their gradients."""
+"""Parts of the training state in host memory between uses, coded by their index. optimizer: its state, and the update
+runs on the CPU. parameters: also the parameters and their gradients."""
 FLOAT8_RECIPES = ("none", *PRECISION_RECIPES)
 """How products in 8 bits are scaled (precision.float8), coded by its index; none also where a source does not say."""
 CUDA_GRAPHS = ("none", "layers", "step")
@@ -98,7 +98,7 @@ class JobInputs:
     ulysses: Column
     """1: cp exchanges heads for positions around attention (Ulysses); 0: keys and values go round a ring."""
     zero: Column
-    """What dp_shard shards: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
+    """Stage of ZeRO over dp_shard: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
     reshard: Column
     """With zero 3: 1 if parameters are freed after forward and gathered again for backward."""
     schedule: Column

@@ -119,7 +119,7 @@ class FailureRate:
 # Every plan needs a quantile of the gamma distribution, few the negative binomial: importing scipy.special would take a
 # tenth of the time of a plan.
 _MAX_STEPS, _PRECISION = 50, 1e-11
-"""Of Newton's method, relative to the quantile."""
+"""When Newton's method ends: after so many steps, or after one that changes the quantile by less than this share."""
 
 
 @cache

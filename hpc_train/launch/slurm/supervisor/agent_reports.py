@@ -44,7 +44,8 @@ _LATE_SECONDS = 3.0
 _AGENT_START_SECONDS = 20.0
 """How much longer than usual a node may be silent whose agent is started again."""
 _ABSENT_SECONDS = 5.0
-"""The same of a node that has never reported, once ranks on other nodes have failed: they may have lost it."""
+"""How much longer than usual a node that has never reported may be silent once ranks on other nodes have failed, which
+may be because the node is gone."""
 _TOGETHER_SECONDS = 3.0
 """Nodes whose last reports came within this time are lost together, as those of a rack without power."""
 _STEPS_AHEAD = 5
