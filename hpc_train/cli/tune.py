@@ -67,7 +67,7 @@ def tune_command(base: list[str], minutes: int, steps: int, folder: Path, as_jso
     tuning = Tuning(base, make(base, folder.absolute(), steps), report, minutes, ranks)
     best = tuning.run()
     first = tuning.trials[0]
-    command = format_command(base, best.settings)
+    command = format_command(base, best.settings, on_slurm)
     if as_json:
         trials = [{"settings": dict(t.settings), "seconds": t.seconds, "kept": t.kept} for t in tuning.trials]
         print(json.dumps({"best": dict(best.settings), "seconds": best.seconds, "command": command, "trials": trials}))

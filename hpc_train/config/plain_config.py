@@ -7,7 +7,7 @@ fault.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
@@ -72,6 +72,17 @@ def _make_plain(value: Any) -> Any:
 @cache
 def _field_names(kind: type) -> tuple[str, ...]:
     return tuple(item.name for item in fields(kind)) if is_dataclass(kind) else ()
+
+
+def flatten_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested settings by dotted key, as {"optim.lr": 0.1}. Lists and empty dictionaries are values."""
+    leaves: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            leaves |= {f"{name}.{key}": leaf for key, leaf in flatten_settings(value).items()}
+        else:
+            leaves[str(name)] = value
+    return leaves
 
 
 def config_to_yaml(config: RunConfig) -> str:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hpc_train.config.keys.overrides import format_override_value
 from hpc_train.report.findings import SMALL_KIB, Facts, Finding
+
+_NEW_BATCH = "with another batch it learns differently"
 
 
 @dataclass(frozen=True)
@@ -12,15 +17,25 @@ class Setting:
     """A change to try."""
 
     override: str
-    """Overrides as given on the command line; empty if it is none."""
+    """Overrides in Hydra's syntax, with spaces between them; empty if it is none."""
     why: str
     planned_gain: float | None = None
     """Tokens a second with it, over those without, less 1, as the planner expects; None where it cannot say."""
+
+    @property
+    def words(self) -> str:
+        """Return the overrides as a shell takes them."""
+        return " ".join(map(shlex.quote, self.override.split()))
 
 
 def advise(finding: Finding, facts: Facts) -> tuple[Setting, ...]:
     """Return what to try next, our own settings first."""
     return tuple(_ADVICE[finding.name](finding, facts)) if finding.name in _ADVICE else ()
+
+
+def has_other_nodes(nodes: Sequence[str], facts: Facts) -> bool:
+    """Return whether some ranks of the run are on other nodes than these, so that a job could do without them."""
+    return bool(nodes) and not set(facts.node_of_rank.values()) <= set(nodes)
 
 
 def _format_doubled_batch(facts: Facts) -> str:
@@ -30,7 +45,7 @@ def _format_doubled_batch(facts: Facts) -> str:
 def _advise_network(finding: Finding, facts: Facts) -> list[Setting]:
     advice = []
     if facts.micro_batches == 1:
-        advice.append(Setting(_format_doubled_batch(facts), "more work between two reductions"))
+        advice.append(Setting(_format_doubled_batch(facts), f"more work between two reductions; {_NEW_BATCH}"))
     if facts.strategy == "zero3":
         advice.append(Setting("parallel.strategy=zero2", "gathers parameters once per step, if memory allows it"))
         advice.append(Setting("parallel.prefetch=2", "gathers further ahead of the computation"))
@@ -45,10 +60,11 @@ def _advise_network(finding: Finding, facts: Facts) -> list[Setting]:
 def _advise_straggler(finding: Finding, facts: Facts) -> list[Setting]:
     ranks = ",".join(map(str, finding.ranks[:4]))
     look = Setting("", f"hpc-train profile RUN --ranks {ranks}: shows which operators it spends its time in")
-    if not finding.nodes or not set(facts.node_of_rank.values()) - set(finding.nodes):
-        return [look]  # there is no other node to go to
+    if not has_other_nodes(finding.nodes, facts):
+        return [look]
+    excluded = ",".join(filter(None, (facts.excluded_nodes, *finding.nodes)))
     return [
-        Setting(f"launch.exclude={','.join(finding.nodes)}", "leaves out the node of the slow rank"),
+        Setting(f"launch.exclude={format_override_value(excluded)}", "leaves out the node of the slow rank"),
         Setting("resilience.preflight=full", "measures nodes before training and leaves slow ones out"),
         look,
     ]
@@ -72,7 +88,10 @@ def _advise_launch(finding: Finding, facts: Facts) -> list[Setting]:
         advice.append(Setting(f"train.micro_batch={facts.micro_batch * 2}", "half as many operations per step"))
     else:
         advice.append(
-            Setting(f"{_format_doubled_batch(facts)} train.micro_batch={facts.micro_batch * 2}", "larger operations")
+            Setting(
+                f"{_format_doubled_batch(facts)} train.micro_batch={facts.micro_batch * 2}",
+                f"larger operations; {_NEW_BATCH}",
+            )
         )
     if not facts.compile:
         advice.append(Setting("parallel.compile=true", "fuses operations"))

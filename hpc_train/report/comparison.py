@@ -81,13 +81,12 @@ class Comparison:
     @property
     def settings(self) -> list[tuple[str, Any, Any]]:
         """Return the settings in which the runs differ."""
-        from hpc_train.config.plain_config import config_to_dict
-        from hpc_train.report.pages.page import flatten
+        from hpc_train.config.plain_config import config_to_dict, flatten_settings
 
         if self.before.config is None or self.after.config is None:
             return []
         one, other = (
-            flatten(config_to_dict(run.config)) for run in (self.before, self.after) if run.config is not None
+            flatten_settings(config_to_dict(run.config)) for run in (self.before, self.after) if run.config is not None
         )
         return [
             (key, one.get(key), other.get(key))

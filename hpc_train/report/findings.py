@@ -63,6 +63,8 @@ class Facts:
     micro_batches: int = 1
     """Micro-batches that one rank computes in a step."""
     compile: bool = False
+    excluded_nodes: str = ""
+    """launch.exclude of the run, a host list."""
     checkpoint_every: int = 0
     background_saves: bool = True
     accelerator: bool = False

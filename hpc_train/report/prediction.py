@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any
 
 import numpy as np
 
@@ -20,49 +19,50 @@ MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "logits",
 
 
 def rate_advice(advice: Sequence[Setting], config: RunConfig | None, ranks: int) -> tuple[Setting, ...]:
-    """Keep the advice that this run could be started with, and add what the planner expects of each.
+    """Keep the advice that this run could follow, and add what the planner expects of each.
 
-    Without a configuration, advice with overrides is left out.
+    Left out is what the run has already, what would be refused, and what the planner expects to be slower. Without a
+    configuration, all advice with overrides is left out.
     """
     rated = []
     for setting in advice:
         if not setting.override:
             rated.append(setting)
         elif config is not None and (changed := apply_overrides(setting.override, config, ranks)) is not None:
-            rated.append(replace(setting, planned_gain=predict_gain(config, changed, ranks)))
+            gain = predict_gain(config, changed, ranks)
+            if gain is None or gain >= 0:
+                rated.append(replace(setting, planned_gain=gain))
     return tuple(rated)
 
 
 def apply_overrides(overrides: str, config: RunConfig, ranks: int) -> RunConfig | None:
-    """Return the configuration with overrides; None if a run with so many ranks would be refused."""
+    """Return the configuration with overrides; None if they change nothing, or if so many ranks could not run it."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
     from hpc_train.config.plain_config import config_from_dict, config_to_dict
     from hpc_train.launch.freeze import check_run
 
     values = config_to_dict(config)
-    for override in overrides.split():
-        key, _, text = override.partition("=")
-        *path, last = key.split(".")
+    changes = False
+    parser = OverridesParser.create()
+    for override in parser.parse_overrides(overrides.split()):
+        *path, last = override.key_or_group.split(".")
         node = values
         for part in path:
             node = node[part]
         if last not in node:
             return None
-        node[last] = _parse_value(text)
+        value = override.value()
+        changes = changes or node[last] != value
+        node[last] = value
+    if not changes:
+        return None
     try:
         changed = config_from_dict(values)
         check_run(changed, ranks)
     except UserError:
         return None
     return changed
-
-
-def _parse_value(text: str) -> Any:
-    if text in ("true", "false"):
-        return text == "true"
-    try:
-        return int(text)
-    except ValueError:
-        return text
 
 
 def predict_gain(config: RunConfig, changed: RunConfig, ranks: int) -> float | None:

@@ -164,6 +164,7 @@ def describe_facts(
         micro_batch=config.train.micro_batch,
         micro_batches=count_micro_batches(config, degrees),
         compile=config.parallel.compile,
+        excluded_nodes=config.launch.exclude or "",
         checkpoint_every=config.checkpoint.every,
         background_saves=config.checkpoint.background,
         accelerator=any(entry.get("gpu") is not None for entry in ranks),

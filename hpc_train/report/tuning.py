@@ -346,8 +346,11 @@ def write_trial(file: LineFile, trial: Trial) -> None:
     file.append(json.dumps(values) + "\n")
 
 
-def format_command(base: Sequence[str], settings: Mapping[str, str]) -> str:
-    """Return the command that trains with these settings, in place of those that were given."""
+def format_command(base: Sequence[str], settings: Mapping[str, str], on_slurm: bool) -> str:
+    """Return the command that trains with these settings, in place of those that were given.
+
+    on_slurm: whether it is a job of Slurm, or a run on this machine.
+    """
     kept_overrides = [word for word in base if word.lstrip("+").partition("=")[0] not in settings]
     words = [*kept_overrides, *(f"{key}={value}" for key, value in settings.items())]
-    return " ".join(["hpc-train train", *map(shlex.quote, words)])
+    return " ".join(["hpc-train submit" if on_slurm else "hpc-train train", *map(shlex.quote, words)])

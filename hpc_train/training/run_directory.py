@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hpc_train.config.plain_config import config_to_dict, config_to_yaml
+from hpc_train.config.plain_config import config_to_dict, config_to_yaml, flatten_settings
 from hpc_train.config.run import RunConfig
 from hpc_train.config.run_file import POINTS_FILE, load_run_file
 from hpc_train.errors import UserError
@@ -249,8 +249,8 @@ def remove_refused_run(directory: RunDirectory, dated: bool) -> None:
 
 def check_same_config(directory: RunDirectory, config: RunConfig) -> None:
     """Raise UserError, naming the settings, if the run in this directory was made with another config."""
-    old = _flatten(load_run_file(directory.config))
-    new = _flatten(config_to_dict(config))
+    old = _flatten_run(load_run_file(directory.config))
+    new = _flatten_run(config_to_dict(config))
     differing = [key for key in sorted(old | new) if not _MAY_DIFFER.match(key) and old.get(key) != new.get(key)]
     if not (old.get("data.path") and new.get("data.path")):
         differing = [key for key in differing if key != "data.path"]  # built by the ranks: the sources say what it is
@@ -275,8 +275,8 @@ def _has_moved(old: str | None, new: str | None) -> bool:
     return not Path(old).expanduser().is_dir() or Path(old).expanduser().absolute() == Path(new).expanduser().absolute()
 
 
-def _flatten(node: Any, path: str = "") -> dict[str, Any]:
-    if isinstance(node, dict):
-        return {key: value for name, sub in node.items() for key, value in _flatten(sub, f"{path}{name}.").items()}
-    # A token store's name says what is in it, its folder does not.
-    return {path[:-1]: Path(node).name if path == "data.path." and node else node}
+def _flatten_run(container: dict[str, Any]) -> dict[str, Any]:
+    settings = flatten_settings(container)
+    if settings.get("data.path"):  # a token store's name says what is in it, its folder does not
+        settings["data.path"] = Path(settings["data.path"]).name
+    return settings

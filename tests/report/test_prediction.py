@@ -39,9 +39,21 @@ def test_a_change_that_the_planner_knows_has_its_gain() -> None:
     (compiled,) = rate("parallel.compile=true", config)
     assert compiled.planned_gain is not None
     assert compiled.planned_gain > 0.02
-    (recomputed,) = rate("parallel.recompute.mode=full", config)
-    assert recomputed.planned_gain is not None
-    assert recomputed.planned_gain < -0.1
+
+
+def test_what_the_planner_expects_to_be_slower_is_left_out() -> None:
+    config = compose(list(KNOWN))
+    loss = predict_gain(config, compose([*KNOWN, "parallel.recompute.mode=full"]), 8)
+    assert loss is not None
+    assert loss < -0.1
+    assert rate("parallel.recompute.mode=full", config) == []
+
+
+def test_what_the_run_has_already_is_left_out() -> None:
+    config = compose([*KNOWN, "parallel.prefetch=2", "launch.exclude=n1"])
+    assert rate("parallel.prefetch=2", config) == []
+    assert rate("launch.exclude=n1", config) == []
+    assert len(rate("parallel.prefetch=2 parallel.compile=true", config)) == 1
 
 
 @pytest.mark.parametrize("override", ["parallel.prefetch=2", "launch.exclude=n1", "resilience.preflight=full"])

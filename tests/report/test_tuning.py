@@ -143,7 +143,7 @@ def test_what_is_learned_stays_the_same() -> None:
 
 
 def test_the_command_has_each_setting_once() -> None:
-    command = format_command(["parallel.tp=2", "model=llama_tiny"], {"parallel.tp": "1"})
+    command = format_command(["parallel.tp=2", "model=llama_tiny"], {"parallel.tp": "1"}, on_slurm=False)
     assert command == "hpc-train train model=llama_tiny parallel.tp=1"
 
 

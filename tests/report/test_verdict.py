@@ -44,6 +44,20 @@ def test_a_delay_in_one_ranks_backward(tmp_path: Path) -> None:
     assert verdict.advice[0].override == "launch.exclude=node1"
 
 
+def test_nodes_that_a_run_leaves_out_stay_out(tmp_path: Path) -> None:
+    nodes = {rank: f"node{rank}" for rank in range(4)}
+    table = make_table(tmp_path, 4, lambda rank, step: {"backward": 0.12} if rank == 1 else {"waits": waits(0.06)})
+    verdict, _ = judge_run(table, Facts(node_of_rank=nodes, excluded_nodes="old[1-3]"))
+    assert verdict.advice[0].override == 'launch.exclude="old[1-3],node1"'
+
+
+def test_a_job_does_not_leave_out_its_only_node(tmp_path: Path) -> None:
+    table = make_table(tmp_path, 4, lambda rank, step: {"backward": 0.12} if rank == 1 else {"waits": waits(0.06)})
+    verdict, _ = judge_run(table, Facts(node_of_rank=dict.fromkeys(range(4), "node1")))
+    assert (verdict.name, verdict.nodes) == ("straggler", ("node1",))
+    assert not [setting for setting in verdict.advice if "exclude" in setting.override]
+
+
 def test_a_slow_node(tmp_path: Path) -> None:
     verdict = judge(tmp_path, lambda rank, step: {"forward": 0.09} if rank >= 2 else {"waits": waits(0.06)})
     assert (verdict.name, verdict.ranks, verdict.nodes) == ("straggler", (2, 3), ("node2",))

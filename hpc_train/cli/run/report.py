@@ -79,9 +79,10 @@ def print_experiments(point: RunPoint) -> int:
 
     Raises UserError if the run's configuration cannot be read, or if there is nothing to try.
     """
+    from hpc_train.config.keys.overrides import format_override_value
+    from hpc_train.config.keys.run_overrides import list_overrides
     from hpc_train.errors import UserError
     from hpc_train.launch.slurm.slurm_cli import run_client
-    from hpc_train.report.pages.page import list_overrides
     from hpc_train.report.run_summary import read_config, summarise_run
     from hpc_train.report.tuning import format_command
 
@@ -97,16 +98,17 @@ def print_experiments(point: RunPoint) -> int:
         if setting.override:
             commands += 1
             changed = dict(word.split("=", 1) for word in setting.override.split())
-            print(format_command(overrides, {**changed, "run_dir": f"{point.run}-try{commands}"}))
+            run_dir = format_override_value(f"{point.run}-try{commands}")
+            print(format_command(overrides, {**changed, "run_dir": run_dir}, summary.config.launch.kind == "slurm"))
     return EXIT_DONE
 
 
 def report_comparison(first: RunPoint, second: RunPoint, out: Path | None, as_json: bool) -> int:
     """Compare two runs; returns the exit code. Raises UserError for a folder that cannot be written."""
     from hpc_train.cli.output import print_line, print_table
+    from hpc_train.config.keys.overrides import format_override_value
     from hpc_train.launch.slurm.slurm_cli import run_client
     from hpc_train.report.comparison import compare_runs, write_comparison
-    from hpc_train.report.pages.page import format_setting
     from hpc_train.report.run_summary import summarise_run
     from hpc_train.units import format_seconds
 
@@ -127,7 +129,7 @@ def report_comparison(first: RunPoint, second: RunPoint, out: Path | None, as_js
     ]
     print_table(("part", first.name, second.name, "moved"), rows, (first.name, second.name, "moved"))
     for key, before, after in comparison.settings:
-        print_line(f"{key}: {format_setting(before)} -> {format_setting(after)}")
+        print_line(f"{key}: {format_override_value(before)} -> {format_override_value(after)}")
     print_line(f"page  {page}")
     return EXIT_DONE
 
@@ -156,7 +158,7 @@ def report_sweep(path: Path, points: Sequence[RunPoint], out: Path | None, as_js
             print_line(
                 f"{len(rows)} points" + (f"; best: {best.point}, {results.metric} {best.metric:.5g}" if best else "")
             )
-            if best is not None:
+            if best is not None and best.command:
                 print_line(f"again  {best.command}")
             print_line(f"page   {page}")
     return EXIT_DONE
@@ -196,4 +198,4 @@ def _describe_setting(setting: Setting) -> str:
         return setting.why
     gain = setting.planned_gain
     planned = "" if gain is None else f"; the planner expects {gain:+.0%} tokens a second"
-    return f"{setting.override}  ({setting.why}{planned})"
+    return f"{setting.words}  ({setting.why}{planned})"

@@ -216,8 +216,34 @@ def format_changed_setting(config: Any) -> str:
 
 
 def format_override_value(value: Any) -> str:
-    """Format a value as an override has it."""
-    return str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "")
+    """Format a value as an override has it: a text that Hydra would read as something else is quoted."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(format_override_value, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{format_override_value(item)}' for key, item in value.items())}}}"
+    return _quote(value) if isinstance(value, str) else str(value)
+
+
+def _quote(text: str) -> str:
+    """Put a text between quotes, unless Hydra reads it as it is, also as an element of a list.
+
+    Between double quotes, since a shell wants single ones around them.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        if "$" not in text and OverridesParser.create().parse_override(f"key=[{text}]").value() == [text]:
+            return text
+    except HydraException:
+        pass
+    # A backslash counts before a quote only, and OmegaConf looks for ${...} inside of quotes, too.
+    escaped = re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + found[2].replace('"', '\\"'), text)
+    return '"' + escaped.replace("${", "\\${") + '"'
 
 
 _LABELLED = ("data", "model", "cluster")

@@ -25,7 +25,7 @@ from hydra.errors import HydraException
 from hpc_train.config.compose import list_options
 from hpc_train.config.keys import overrides
 from hpc_train.config.keys.groups import GROUPS
-from hpc_train.config.plain_config import config_to_dict
+from hpc_train.config.plain_config import config_to_dict, flatten_settings
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.command_output import Report
@@ -331,7 +331,7 @@ def make_point_id(swept: Sequence[str], digest: str) -> str:
 def digest_config(container: dict[str, Any]) -> str:
     """Hash the frozen config: two points have the same digest if, and only if, they are the same run."""
     left_out = _NOT_HASHED | _SWEEP_SETTINGS
-    hashed = {key: value for key, value in _flatten(container, "") if key not in left_out}
+    hashed = {key: value for key, value in flatten_settings(container).items() if key not in left_out}
     return hashlib.sha256(json.dumps(hashed, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -340,9 +340,3 @@ def _shorten_override(word: str) -> str:
     key, _, value = word.partition("=")
     last = re.split(r"[./]", key.lstrip("+~"))[-1]
     return re.sub(r"[^A-Za-z0-9.]+", "-", f"{last}-{value}").strip("-.")
-
-
-def _flatten(node: Any, path: str) -> list[tuple[str, Any]]:
-    if isinstance(node, dict) and node:
-        return [pair for name, sub in node.items() for pair in _flatten(sub, f"{path}{name}.")]
-    return [(path[:-1], node)]

@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 
 from hpc_train.cluster.hostlist import compress_hostlist
-from hpc_train.config.plain_config import config_to_dict
+from hpc_train.config.keys.overrides import format_override_value
+from hpc_train.config.plain_config import config_to_dict, flatten_settings
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.regular_files import write_private_file
+from hpc_train.report.advice import has_other_nodes
 from hpc_train.report.efficiency import measure_blocked
 from hpc_train.report.pages.run_charts import Chart, draw_charts, plan_memory
 from hpc_train.report.run_summary import RunSummary
@@ -132,8 +134,9 @@ def render_page(summary: RunSummary, drawn: Sequence[Chart], data: dict[str, Any
         wide=[chart.name for chart in drawn if chart.name.startswith(("heat_map", "gantt", "memory"))],
         ledger=list_ledger(summary.ledger),
         nodes=_list_nodes(summary),
+        leave_out=_list_nodes_to_leave_out(summary),
         settings=list_changed_settings(summary.config),
-        everything=flatten(config_to_dict(summary.config)) if summary.config is not None else {},
+        everything=flatten_settings(config_to_dict(summary.config)) if summary.config is not None else {},
         incidents=[event for event in summary.events if event["event"] not in _PLAIN_EVENTS][-_EVENTS_SHOWN:],
         usage=describe_usage(summary, data["cost"]),
     )
@@ -154,7 +157,7 @@ def render_template(name: str, **values: Any) -> str:
         lstrip_blocks=True,
     )
     environment.filters["seconds"] = lambda value: "-" if value is None else format_seconds(value)
-    environment.filters["setting"] = format_setting
+    environment.filters["setting"] = format_override_value
     environment.filters["percent"] = lambda value: "-" if value is None else f"{value:.1%}"
     environment.filters["when"] = lambda value: datetime.fromtimestamp(value).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     style = mark_safe(files.joinpath("style.css").read_text())
@@ -177,6 +180,13 @@ def write_pages(folder: Path, name: str, page: str, data: Any) -> Path:
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror}; give another folder with --out") from error
     return folder / f"{name}.html"
+
+
+def _list_nodes_to_leave_out(summary: RunSummary) -> tuple[str, ...]:
+    """Return the nodes that are slow or late to get their data, if the job ran on others as well."""
+    verdict = summary.verdict
+    leave = verdict.name in ("straggler", "input") and has_other_nodes(verdict.nodes, summary.facts)
+    return verdict.nodes if leave else ()
 
 
 def _list_nodes(summary: RunSummary) -> list[dict[str, Any]]:
@@ -213,30 +223,7 @@ def list_changed_settings(config: RunConfig | None) -> list[tuple[str, Any, Any]
         return []
     from hpc_train.config.compose import compose
 
-    settings, default = flatten(config_to_dict(config)), flatten(config_to_dict(compose()))
+    settings, default = flatten_settings(config_to_dict(config)), flatten_settings(config_to_dict(compose()))
     return [
         (key, value, default.get(key)) for key, value in settings.items() if key not in default or default[key] != value
     ]
-
-
-def list_overrides(config: RunConfig) -> list[str]:
-    """List the overrides that make a configuration out of the defaults, without its run directory."""
-    changed = list_changed_settings(config)
-    return [f"{key}={format_setting(value)}" for key, value, _ in changed if key != "run_dir"]
-
-
-def format_setting(value: Any) -> str:
-    """Format the value of a setting as an override has it."""
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    return str(value)
-
-
-def flatten(values: Any, path: str = "") -> dict[str, Any]:
-    """Return nested settings as dotted keys."""
-    if not isinstance(values, dict):
-        return {path: values}
-    leaves: dict[str, Any] = {}
-    for key, value in values.items():
-        leaves |= flatten(value, f"{path}.{key}" if path else str(key))
-    return leaves

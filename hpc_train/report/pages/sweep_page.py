@@ -13,7 +13,7 @@ from typing import Any
 from hpc_train.launch.state.run_lookup import RunPoint
 from hpc_train.report.pages import charts
 from hpc_train.report.run_summary import read_config
-from hpc_train.report.sweep_results import PointResult, SweepResults
+from hpc_train.report.sweep_results import SweepResults
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class SweepRow:
     verdict: str
     best: bool
     command: str
-    """Command that runs the best point again; "" for the others."""
+    """Command that runs the best point again; "" for the others, and if its configuration cannot be read."""
 
 
 def list_sweep_rows(
@@ -43,7 +43,7 @@ def list_sweep_rows(
     """
     winner = results.winner
     rerun = next(
-        (_format_command(point.run, row) for point, row in zip(points, results.rows, strict=True) if row is winner), ""
+        (_format_command(point.run) for point, row in zip(points, results.rows, strict=True) if row is winner), ""
     )
     rows = [
         SweepRow(
@@ -63,14 +63,15 @@ def list_sweep_rows(
     return sorted(rows, key=lambda row: (not row.best, row.metric is None, row.metric or 0.0))
 
 
-def _format_command(run: Path, row: PointResult) -> str:
-    """Return the command that runs a point again: with all its settings, or with those swept if they cannot be read."""
-    from hpc_train.report.pages.page import list_overrides
+def _format_command(run: Path) -> str:
+    """Return the command that runs a point again; "" if its configuration cannot be read."""
+    from hpc_train.config.keys.run_overrides import list_overrides
     from hpc_train.report.tuning import format_command
 
     config, _ = read_config(run)
-    swept = {key: str(value) for key, value in row.swept.items()}
-    return format_command([], swept) if config is None else format_command(list_overrides(config), {})
+    if config is None:
+        return ""
+    return format_command(list_overrides(config), {}, config.launch.kind == "slurm")
 
 
 def write_sweep(path: Path, rows: Sequence[SweepRow], keys: Sequence[str], metric: str, folder: Path) -> Path:

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from hpc_train.config.plain_config import flatten_settings
 from hpc_train.training.loggers.interface import LoggedRun, read_run_id, write_run_id
 
 _LONGEST_VALUE = 500
@@ -54,7 +55,10 @@ class MlflowLogger:
         tags |= {"mlflow.user": _user_name(), "mlflow.source.type": "JOB", **{f"tag.{tag}": "true" for tag in run.tags}}
         created = self._client.create_run(experiment, run_name=run.name, tags=tags)
         run_id: str = created.info.run_id
-        parameters = [self._make_parameter(name, value) for name, value in _flatten(run.config)]
+        parameters = [
+            self._make_parameter(name, str(value)[:_LONGEST_VALUE])
+            for name, value in flatten_settings(run.config).items()
+        ]
         for first in range(0, len(parameters), _PARAMETERS_AT_ONCE):
             self._client.log_batch(run_id, params=parameters[first : first + _PARAMETERS_AT_ONCE])
         return run_id
@@ -116,11 +120,3 @@ def _user_name() -> str:
         return getpass.getuser()
     except (KeyError, OSError):
         return str(os.getuid())
-
-
-def _flatten(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
-    for name, item in value.items():
-        if isinstance(item, Mapping):
-            yield from _flatten(item, f"{path}{name}.")
-        else:
-            yield f"{path}{name}", str(item)[:_LONGEST_VALUE]
