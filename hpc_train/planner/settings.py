@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hpc_train.config.keys.overrides import MICRO_BATCH, get_value
+from hpc_train.config.keys.overrides import MICRO_BATCH, format_override_value, get_value
 from hpc_train.config.parallel import AXES, STRATEGIES
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import seal_config
@@ -108,7 +108,7 @@ def _make_pipeline_settings(schedule: str, virtual: int) -> Settings:
 
 def settings_to_overrides(settings: Settings) -> list[str]:
     """Format settings as overrides of a command line."""
-    return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]
+    return [f"{key}={format_override_value(value)}" for key, value in settings.items()]
 
 
 def apply_settings(config: RunConfig, settings: Settings) -> RunConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -144,6 +145,15 @@ def test_what_transformers_saves_is_imported_bit_for_bit(tmp_path: Path, termina
     original = compose(FAMILIES[kind]).model
     unknown = {"name": "theirs", "init_std": original.init_std}  # type: ignore[attr-defined]
     assert replace(imported.model, **unknown, source=[]) == replace(original, **unknown, source=[])
+
+
+def test_the_command_that_an_import_prints_is_one_for_a_shell(tmp_path: Path, terminal: Terminal) -> None:
+    saved_run(tmp_path / "run", FAMILIES["vit"])
+    terminal.ok("export", tmp_path / "run", tmp_path / "out", "--format", "hf")
+    run = tmp_path / "a new, 'better' run"
+    printed = terminal.ok("import", tmp_path / "out", run, "--format", "hf").out
+    *_, command = printed.splitlines()[-1].partition("hpc-train train ")
+    assert compose(shlex.split(command)).run_dir == str(run)
 
 
 def test_an_export_has_the_tokenizer_of_the_data(tmp_path: Path, terminal: Terminal) -> None:

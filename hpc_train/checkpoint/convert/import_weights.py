@@ -22,6 +22,7 @@ from hpc_train.checkpoint.convert.rewrite import Progress, StepMetadata, cut_row
 from hpc_train.checkpoint.convert.tensor_sources import StateDictTensors, TensorSource
 from hpc_train.checkpoint.storage.step_directory import find_steps, is_weight, mark_weights_only
 from hpc_train.config.compose import compose
+from hpc_train.config.keys.overrides import format_override_value
 from hpc_train.config.model import ModelConfig
 from hpc_train.errors import UserError
 from hpc_train.models.huggingface import from_huggingface
@@ -99,7 +100,8 @@ def import_weights(source: Path, run: Path, options: ImportOptions, progress: Pr
     metadata = StepMetadata(mark_weights_only({"imported": {"format": options.format, "from": source.name}}))
     with progress("import", total) as on_bytes:
         path = write_step(directory, 0, weights.source, cut_rows(tensors, options.ranks, 0), metadata, on_bytes)
-    overrides = [f"run_dir={run}", *(_make_model_overrides(weights.model) if weights.model is not None else [])]
+    overrides = [f"run_dir={format_override_value(str(run))}"]
+    overrides += _make_model_overrides(weights.model) if weights.model is not None else []
     return ImportedStep(path, len(tensors), total, weights.left_out, overrides)
 
 
@@ -191,14 +193,5 @@ def _list_differences(config: Any, shipped: Any, key: str) -> list[str]:
         if is_dataclass(value):
             differences += _list_differences(value, other, f"{key}.{field.name}")
         elif field.name != "source" and value != other:
-            differences.append(f"{key}.{field.name}={_format_value(value)}")
+            differences.append(f"{key}.{field.name}={format_override_value(value)}")
     return differences
-
-
-def _format_value(value: Any) -> str:
-    """Write a value as an override takes it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'" if not value.isidentifier() else value
-    return "null" if value is None else str(value)

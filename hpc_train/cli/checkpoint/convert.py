@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from functools import partial
 from pathlib import Path
@@ -57,7 +58,7 @@ def import_command(source: str, run_dir: str, options: ImportOptions, json: bool
         return 0
     size = f"{imported.tensors:,} tensors, {format_bytes(imported.bytes)}"
     print(f"{imported.path}: {size}; left out: {imported.left_out}")
-    print(f"train from step 0, with a fresh optimizer: hpc-train train {' '.join(imported.overrides)}")
+    print(f"train from step 0, with a fresh optimizer: hpc-train train {shlex.join(imported.overrides)}")
     return 0
 
 

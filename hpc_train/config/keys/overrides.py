@@ -228,11 +228,16 @@ def format_override_value(value: Any) -> str:
     return _quote(value) if isinstance(value, str) else str(value)
 
 
+_HYDRA_CONSTANTS = ("null", "true", "false", "nan", "inf")
+
+
 def _quote(text: str) -> str:
     """Put a text between quotes, unless Hydra reads it as it is, also as an element of a list.
 
     Between double quotes, since a shell wants single ones around them.
     """
+    if re.fullmatch(r"[A-Za-z]\w*", text, re.ASCII) and text.lower() not in _HYDRA_CONSTANTS:
+        return text  # as most are: the parser takes a thousand times as long
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 

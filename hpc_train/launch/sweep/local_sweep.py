@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -133,7 +134,7 @@ def run_points(folder: SweepDirectory, points: Sequence[FrozenPoint], stop: Stop
         runner.kill()
         output.report("killed; what was not saved is lost")
         return EXIT_KILLED
-    count, resume = len(points), f"`hpc-train resume {one_line(str(folder.path))}`"
+    count, resume = len(points), f"`hpc-train resume {one_line(shlex.quote(str(folder.path)))}`"
     if runner.failed:
         output.report(f"{len(runner.failed)} of {count} points failed; {resume} runs them again")
         return EXIT_FAILED

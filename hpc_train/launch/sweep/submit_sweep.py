@@ -6,6 +6,7 @@ last one is there, and released together.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -113,7 +114,8 @@ def choose_sweep_directory(config: RunConfig) -> SweepDirectory:
     folder = SweepDirectory(path)
     if folder.points.exists():
         raise UserError(
-            f"run_dir={path}: holds a sweep; `hpc-train resume {path}` runs what it lacks, or use a new run_dir"
+            f"run_dir={path}: holds a sweep; `hpc-train resume {shlex.quote(str(path))}` runs what it lacks, or use "
+            "a new run_dir"
         )
     raise UserError(f"run_dir={path}: is not empty; a sweep needs a new directory")
 
