@@ -58,8 +58,7 @@ def _advise_network(finding: Finding, facts: Facts) -> list[Setting]:
 
 
 def _advise_straggler(finding: Finding, facts: Facts) -> list[Setting]:
-    ranks = ",".join(map(str, finding.ranks[:4]))
-    look = Setting("", f"hpc-train profile RUN --ranks {ranks}: shows which operators it spends its time in")
+    look = _advise_profile(finding.ranks[:4], "shows which operators it spends its time in", facts)
     if not has_other_nodes(finding.nodes, facts):
         return [look]
     excluded = ",".join(filter(None, (facts.excluded_nodes, *finding.nodes)))
@@ -75,7 +74,15 @@ def _advise_imbalance(finding: Finding, facts: Facts) -> list[Setting]:
     if facts.micro_batches > 1 and facts.degrees.get("pp", 1) == 1:
         advice.append(Setting(f"train.micro_batch={facts.micro_batch * 2}", "samples of unequal cost even out"))
     advice.append(Setting("", "look for other processes on the nodes: top, or hpc-train doctor in a job"))
-    return [*advice, Setting("", "hpc-train profile RUN: shows what differs between the steps of a rank")]
+    return [*advice, _advise_profile((0,), "shows what differs between the steps of a rank", facts)]
+
+
+def _advise_profile(ranks: Sequence[int], why: str, facts: Facts) -> Setting:
+    """Advise a trace: of the run itself while that goes on, else of the next one."""
+    listed = ",".join(map(str, ranks))
+    if facts.live:
+        return Setting("", f"hpc-train profile {facts.live} --ranks {listed}: {why}")
+    return Setting(f"profile.steps=10:14 profile.ranks=[{listed}]", why)
 
 
 def _advise_launch(finding: Finding, facts: Facts) -> list[Setting]:

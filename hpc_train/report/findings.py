@@ -55,6 +55,8 @@ class Facts:
 
     pipeline: Pipeline | None = None
     node_of_rank: Mapping[int, str] = field(default_factory=dict)
+    live: str = ""
+    """Path of the run, as a shell takes it, while the run goes on; else ""."""
     steps_left: int = 0
     strategy: str = "ddp"
     degrees: Mapping[str, int] = field(default_factory=dict)

@@ -5,6 +5,7 @@ Anything missing, damaged or in an earlier format is left out and named in `note
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.slurm.slurm_cli import RunClient
 from hpc_train.launch.state.attempts import RANK_MAP, read_rank_entries
-from hpc_train.launch.state.job_state import decide_state
+from hpc_train.launch.state.job_state import State, decide_state
 from hpc_train.launch.state.progress import add_progress, read_steps
 from hpc_train.launch.state.run_facts import gather_facts, read_events
 from hpc_train.launch.state.run_ledger import account_run_directory
@@ -74,6 +75,8 @@ def summarise_run(point: RunPoint, run_client: RunClient) -> RunSummary:
     ranks = sorted(read_rank_entries(point.run), key=lambda entry: int(entry.get("rank", 0)))
     table = read_step_table(point.run)
     facts = describe_facts(config, table, ranks, (status.steps or 0) - (status.step or 0))
+    if status.state is State.RUNNING:
+        facts = replace(facts, live=shlex.quote(str(point.run)))
     verdict, losses = judge_run(table, facts)
     # The verdict is a pure function of records; only here is the planner asked what each advice would bring.
     verdict = replace(verdict, advice=rate_advice(verdict.advice, config, len(ranks)))

@@ -38,12 +38,23 @@ def test_commands_to_try_are_accepted(
     (run / "rankmap.json").write_text(json.dumps({"mesh": {"pp": 1}, "ranks": entries}))
     assert main(["report", "--try", str(run)]) == 0
     lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
-    assert len(lines) == 2
+    assert len(lines) == 3
     for number, (program, verb, *overrides) in enumerate(lines, 1):
         assert (program, verb) == ("hpc-train", command)
         tried = compose(overrides)
         assert tried.run_dir == f"{run}-try{number}"
-        assert replace(tried, run_dir=config.run_dir, launch=config.launch, resilience=config.resilience) == config
+        assert (
+            replace(
+                tried,
+                run_dir=config.run_dir,
+                launch=config.launch,
+                resilience=config.resilience,
+                profile=config.profile,
+            )
+            == config
+        )
     excluded = compose(lines[0][2:]).launch.exclude
     assert excluded == ("n9,m[1-3],node0" if command == "submit" else "node0")
     assert compose(lines[1][2:]).resilience.preflight == "full"
+    profile = compose(lines[2][2:]).profile
+    assert (profile.steps, profile.ranks) == ("10:14", [1])

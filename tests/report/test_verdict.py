@@ -51,6 +51,14 @@ def test_nodes_that_a_run_leaves_out_stay_out(tmp_path: Path) -> None:
     assert verdict.advice[0].override == 'launch.exclude="old[1-3],node1"'
 
 
+def test_a_trace_is_of_the_run_while_that_goes_on_else_of_the_next(tmp_path: Path) -> None:
+    table = make_table(tmp_path, 4, lambda rank, step: {"backward": 0.12} if rank == 1 else {"waits": waits(0.06)})
+    verdict, _ = judge_run(table, Facts(live="'a run'"))
+    assert verdict.advice[-1].why.startswith("hpc-train profile 'a run' --ranks 1: ")
+    verdict, _ = judge_run(table, Facts())
+    assert verdict.advice[-1].words == "profile.steps=10:14 'profile.ranks=[1]'"
+
+
 def test_a_job_does_not_leave_out_its_only_node(tmp_path: Path) -> None:
     table = make_table(tmp_path, 4, lambda rank, step: {"backward": 0.12} if rank == 1 else {"waits": waits(0.06)})
     verdict, _ = judge_run(table, Facts(node_of_rank=dict.fromkeys(range(4), "node1")))
