@@ -17,12 +17,12 @@ from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.slurm.slurm_cli import RunClient
 from hpc_train.launch.state.attempts import RANK_MAP, read_rank_entries
-from hpc_train.launch.state.job_state import State, decide_state
+from hpc_train.launch.state.job_state import decide_state
 from hpc_train.launch.state.progress import add_progress, read_steps
 from hpc_train.launch.state.run_facts import gather_facts, read_events
 from hpc_train.launch.state.run_ledger import account_run_directory
 from hpc_train.launch.state.run_lookup import RunPoint
-from hpc_train.launch.state.state_names import RunStatus
+from hpc_train.launch.state.state_names import RunStatus, State
 from hpc_train.models.counts import count_parameters
 from hpc_train.regular_files import read_json
 from hpc_train.report.efficiency import Pipeline, StepLosses

@@ -23,7 +23,7 @@ REQUIRED = {
     "data=text": ("data.sources=[a.txt,'b, c.txt']",),
 }
 """What some options need, and settings that are hard to write."""
-TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("C",)))
+TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["C"]))
 
 
 def list_options() -> list[str]:
