@@ -1,4 +1,4 @@
-"""Format bytes, times and amounts for tables, pictures, log lines and error messages.
+"""Format bytes, times, amounts and lists for tables, pictures, log lines and error messages.
 
 Memory and files are in binary units (1 GiB = 2**30 bytes), as allocators and file systems count them; network traffic
 is in decimal units (1 GB = 1e9 bytes), as link speeds are given.
@@ -6,7 +6,7 @@ is in decimal units (1 GB = 1e9 bytes), as link speeds are given.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 """Bytes."""
@@ -94,3 +94,9 @@ def format_ranges(numbers: Iterable[int], most: int | None = None) -> str:
             ranges.append([number, number])
     shown = ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in ranges[:most])
     return f"{shown},..." if most is not None and len(ranges) > most else shown
+
+
+def join_first(items: Sequence[object], most: int = 4, separator: str = ", ") -> str:
+    """Join the first few items of a list, and count the rest: `a, b and 3 more`."""
+    shown = separator.join(map(str, items[:most]))
+    return f"{shown}{separator.rstrip(', ')} and {len(items) - most} more" if len(items) > most else shown

@@ -33,6 +33,30 @@ from hpc_train.placement.node_locations import NodeLocations
 from hpc_train.traffic.flows import compute_flows, list_axis_sizes
 
 _REFERENCE_ORDER = "by_leaf"
+_WARM_UP_STEPS = 2
+"""Steps at the start of a training that are not counted."""
+SMALLEST_MESSAGE = 64 << 10
+"""Bytes of the smallest message of the calibration: latency and bandwidth need two sizes."""
+_ALLOCATION_VARIABLES = (
+    "SLURM_DISTRIBUTION",
+    "SLURM_NTASKS",
+    "SLURM_NPROCS",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_TASKS_PER_NODE",
+)
+"""Variables of the allocation that srun would take for its own options."""
+
+
+@dataclass(frozen=True)
+class NodeOrder:
+    """An order of the nodes to measure."""
+
+    name: str
+    nodes: tuple[str, ...]
+    """The nodes in the order in which the launcher starts ranks on them."""
+    placement: str
+    """launch.placement of its training."""
+    what: str
 
 
 @dataclass(frozen=True)
@@ -71,13 +95,7 @@ class PlacementBenchOptions:
 
 def run_placement_command(overrides: Sequence[str], options: PlacementBenchOptions) -> int:
     """Measure and print. Raises UserError outside of an allocation, or if its nodes are all on one leaf."""
-    for name in ("rounds", "steps"):
-        if getattr(options, name) < (3 if name == "steps" else 1):
-            raise UserError(f"--{name} {getattr(options, name)}: must be at least {3 if name == 'steps' else 1}")
-    if parse_size("--largest", options.largest) <= SMALLEST_MESSAGE:
-        raise UserError(
-            f"--largest {options.largest}: must be above the smallest message, of {SMALLEST_MESSAGE // 1024}K"
-        )
+    _check_options(options)
     if "SLURM_JOB_ID" not in os.environ:
         raise UserError("bench placement: run it in a Slurm allocation, as in: salloc -N4 hpc-train bench placement")
     config = compose(overrides)
@@ -90,35 +108,49 @@ def run_placement_command(overrides: Sequence[str], options: PlacementBenchOptio
     return 0
 
 
+def _check_options(options: PlacementBenchOptions) -> None:
+    if options.rounds < 1:
+        raise UserError(f"--rounds {options.rounds}: must be at least 1")
+    if options.steps <= _WARM_UP_STEPS:
+        raise UserError(f"--steps {options.steps}: must be at least {_WARM_UP_STEPS + 1}")
+    if parse_size("--largest", options.largest) <= SMALLEST_MESSAGE:
+        raise UserError(
+            f"--largest {options.largest}: must be above the smallest message, of {SMALLEST_MESSAGE // 1024}K"
+        )
+
+
 def _measure_orders(
     folder: Path, config: RunConfig, where: NodeLocations, overrides: list[str], options: PlacementBenchOptions
 ) -> list[OrderResult]:
     ranks = config.cluster.ranks_per_node
     calibration = calibrate_fabric(folder, where.nodes, ranks, options.largest, overrides)
     overrides = [*overrides, f"cluster.calibration={calibration}", f"train.steps={options.steps}"]
-    given = make_orders(where.nodes, where.paths, options.seed)
-    times: dict[str, list[float]] = {order.name: [] for order in given}
+    orders = make_orders(where.nodes, where.paths, options.seed)
+    times: dict[str, list[float]] = {order.name: [] for order in orders}
     hosts: dict[str, list[str]] = {}
     for number in range(options.rounds):
-        for order in given:
+        for order in orders:
             words = [*overrides, f"launch.placement={order.placement}"]
             seconds, hosts[order.name] = time_training(folder, f"{order.name}-{number}", order.nodes, ranks, words)
             times[order.name].append(seconds)
     cluster = replace(config.cluster, calibration=str(calibration))
-    return _summarise_orders(replace(config, cluster=cluster), where, given, times, hosts)
+    return _summarise_orders(replace(config, cluster=cluster), where, orders, times, hosts)
 
 
 def _summarise_orders(
     config: RunConfig,
     where: NodeLocations,
-    given: Sequence[NodeOrder],
+    orders: Sequence[NodeOrder],
     times: Mapping[str, Sequence[float]],
     hosts: Mapping[str, Sequence[str]],
 ) -> list[OrderResult]:
-    """Compare the time of each order with its prediction, which takes the computation from the reference order."""
+    """Compare the time of each order with its prediction, which takes the computation from the reference order.
+
+    times: seconds of a step in each round, by order. hosts: the host of each rank, by order.
+    """
     ranks = config.cluster.ranks_per_node
-    measured = {name: statistics.median(of_side) for name, of_side in times.items()}
-    modelled = {name: predict_communication(config, where, of_side[::ranks]) for name, of_side in hosts.items()}
+    measured = {name: statistics.median(seconds) for name, seconds in times.items()}
+    modelled = {name: predict_communication(config, where, of_ranks[::ranks]) for name, of_ranks in hosts.items()}
     # Only communication depends on the order, so one computation time is enough for all of them.
     computation = max(0.0, measured[_REFERENCE_ORDER] - modelled[_REFERENCE_ORDER])
     return [
@@ -131,7 +163,7 @@ def _summarise_orders(
             communication=modelled[order.name],
             predicted=computation + modelled[order.name],
         )
-        for order in given
+        for order in orders
     ]
 
 
@@ -167,18 +199,6 @@ def _print_orders(sides: Sequence[OrderResult]) -> None:
     )
 
 
-@dataclass(frozen=True)
-class NodeOrder:
-    """An order of the nodes to measure."""
-
-    name: str
-    nodes: tuple[str, ...]
-    """The nodes in the order in which the launcher starts ranks on them."""
-    placement: str
-    """launch.placement of its training."""
-    what: str
-
-
 def make_orders(nodes: Sequence[str], paths: Mapping[str, Sequence[str]], seed: int) -> tuple[NodeOrder, ...]:
     """Make the orders to compare. paths: switches of each node, top to leaf. seed: of the random order."""
     by_leaf = tuple(sorted(nodes, key=lambda node: (tuple(paths[node]), nodes.index(node))))
@@ -199,14 +219,6 @@ def deal_over_leaves(nodes: Sequence[str], paths: Mapping[str, Sequence[str]]) -
     for node in nodes:
         leaves.setdefault(tuple(paths[node]), []).append(node)
     return tuple(node for row in zip_longest(*leaves.values()) for node in row if node is not None)
-
-
-_WARM_UP_STEPS = 2
-"""Steps at the start of a training that are not counted."""
-
-
-SMALLEST_MESSAGE = 64 << 10
-"""Bytes of the smallest message of the calibration: latency and bandwidth need two sizes."""
 
 
 def calibrate_fabric(
@@ -253,13 +265,3 @@ def _run_step(folder: Path, name: str, nodes: Sequence[str], ranks_per_node: int
     if done.returncode:
         message = next((line for line in done.stdout.splitlines() if line.startswith("hpc-train:")), None)
         raise UserError(f"{name}: {message or f'srun ended with {done.returncode}'}; see {folder / f'{name}.log'}")
-
-
-_ALLOCATION_VARIABLES = (
-    "SLURM_DISTRIBUTION",
-    "SLURM_NTASKS",
-    "SLURM_NPROCS",
-    "SLURM_NTASKS_PER_NODE",
-    "SLURM_TASKS_PER_NODE",
-)
-"""Variables of the allocation that srun would take for its own options."""

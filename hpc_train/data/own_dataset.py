@@ -144,11 +144,10 @@ def _cut_split(config: CustomDataConfig, source: Any, split: str, takes_split: b
 def collate_samples(name: str, source: Any, samples: Sequence[Any]) -> tuple[ModelInputs, Tensor]:
     """Stack samples into inputs and targets. A method `collate` of the data set goes first; it may pad."""
     collate = getattr(source, "collate", None)
-    pairs = None if collate is not None else [split_sample(name, sample) for sample in samples]
-    if pairs is None:
-        assert collate is not None
+    if collate is not None:
         inputs, targets = split_sample(name, collate(samples))
     else:
+        pairs = [split_sample(name, sample) for sample in samples]
         inputs, targets = _stack(name, [pair[0] for pair in pairs]), _stack(name, [pair[1] for pair in pairs])
     _check_tensors(name, inputs, targets, len(samples))
     return inputs, targets

@@ -15,9 +15,10 @@ from hpc_train import __version__
 from hpc_train.cluster.spec import Node
 from hpc_train.config.plain_config import config_to_yaml
 from hpc_train.config.run import RunConfig
-from hpc_train.doctor.findings import Finding, fail_check, join_first, merge_findings, pass_check, warn_check
+from hpc_train.doctor.findings import Finding, fail_check, merge_findings, pass_check, warn_check
 from hpc_train.interfaces import Task
 from hpc_train.runtime.host_info import compare_with_mpi, compare_with_slurm, read_mpi_rank_and_size
+from hpc_train.units import join_first
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from hpc_train.units import join_first
+
 Status = Literal["ok", "warn", "bad"]
 _MARKS: dict[Status, str] = {"ok": "ok  ", "warn": "warn", "bad": "BAD "}
 
@@ -64,12 +66,6 @@ def merge_findings(by_host: Sequence[tuple[str, Sequence[Finding]]]) -> list[Fin
         for key, finding in first.items()
     ]
     return sorted(merged, key=lambda finding: order.index(finding.name))
-
-
-def join_first(names: Sequence[str], most: int = 4) -> str:
-    """Join the first few names, and count the rest."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def findings_to_json(findings: Sequence[Finding]) -> dict[str, Any]:

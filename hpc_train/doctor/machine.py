@@ -22,11 +22,11 @@ from hpc_train.cluster.spec import Gpu, Nic
 from hpc_train.cluster.sysfs import list_entries
 from hpc_train.cluster.this_machine import describe_this_node
 from hpc_train.config.run import RunConfig
-from hpc_train.doctor.findings import Finding, fail_check, join_first, pass_check, warn_check
+from hpc_train.doctor.findings import Finding, fail_check, pass_check, warn_check
 from hpc_train.doctor.software import check_environment, check_software, check_tools
 from hpc_train.resilience.heartbeat import remove_stale_entries
 from hpc_train.runtime.binding import NodeSurvey, survey_node
-from hpc_train.units import GIB
+from hpc_train.units import GIB, join_first
 
 DEFAULT_RUN_DIR = "runs"
 """Default parent of run_dir."""

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hpc_train.config.parallel import AXES, Degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.doctor.agreement import RankReport, RankSpeed
-from hpc_train.doctor.findings import Finding, fail_check, join_first, pass_check, warn_check
+from hpc_train.doctor.findings import Finding, fail_check, pass_check, warn_check
 from hpc_train.errors import UserError
 from hpc_train.messages import all_gather_values
 from hpc_train.placement.cost.cost_model import estimate_cost
@@ -23,6 +23,7 @@ from hpc_train.resilience.preflight import Preflight, find_outliers
 from hpc_train.timing import time_calls
 from hpc_train.traffic.axes import Flow
 from hpc_train.traffic.rank_groups import WORLD_AXIS, compute_bus_factor, list_groups_of_rank
+from hpc_train.units import join_first
 
 _REPEATS = 5
 _MATRIX = {"cuda": 8192, "cpu": 512}

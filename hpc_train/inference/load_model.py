@@ -36,6 +36,7 @@ from hpc_train.models.hf.library import get_class, make_library_config
 from hpc_train.models.huggingface import to_huggingface
 from hpc_train.quiet_imports import without_warnings
 from hpc_train.regular_files import MAX_TEXT_BYTES, read_regular
+from hpc_train.units import join_first
 
 _DECODER, _ENCODER_DECODER = "AutoModelForCausalLM", "AutoModelForSeq2SeqLM"
 log = logging.getLogger(__name__)
@@ -171,9 +172,10 @@ def _check_report(path: Path, model: Any, report: dict[str, Any]) -> None:
     }
     for key, reason in reasons.items():
         if names := sorted(name if isinstance(name, str) else name[0] for name in report[key]):
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            kind = type(model).__name__
-            raise UserError(f"{path}: {reason} {names[0]}{more} of {kind}; give the files and config.json of one model")
+            raise UserError(
+                f"{path}: {reason} {join_first(names, 1)} of {type(model).__name__}; give the files and config.json of "
+                "one model"
+            )
     if left_out:
         log.warning("%s: the weights have %s, for which this model has no place: left out", path, left_out[0])
 

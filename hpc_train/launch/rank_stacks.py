@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from hpc_train.launch.state.attempts import read_rank_entries
 from hpc_train.regular_files import read_json
+from hpc_train.units import join_first
 
 STACK_SIGNAL = signal.SIGUSR1
 _THREAD = re.compile(r"^(Current thread|Thread) 0x\w+.*:$", re.MULTILINE)
@@ -109,7 +110,7 @@ def describe_stacks(stacks: Iterable[RankStack]) -> str:
     stacks = list(stacks)
     silent = [stack.name for stack in stacks if stack.place is None]
     if silent:
-        return f"{_join_names(silent)} did not answer (stopped, or on a node that is gone)"
+        return f"{join_first(silent, _MAX_RANKS)} did not answer (stopped, or on a node that is gone)"
     groups: dict[str, list[str]] = {}
     for stack in stacks:
         groups.setdefault(str(stack.place), []).append(stack.name)
@@ -118,7 +119,7 @@ def describe_stacks(stacks: Iterable[RankStack]) -> str:
     # that does not.
     shown = sorted(groups.items(), key=lambda pair: (pair[0] in waiting, len(pair[1])))
     more = f"; and {len(shown) - _MAX_PLACES} more places" if len(shown) > _MAX_PLACES else ""
-    return "; ".join(f"{_join_names(names)} was in {place}" for place, names in shown[:_MAX_PLACES]) + more
+    return "; ".join(f"{join_first(names, _MAX_RANKS)} was in {place}" for place, names in shown[:_MAX_PLACES]) + more
 
 
 class _Frame(NamedTuple):
@@ -138,11 +139,6 @@ class _Frame(NamedTuple):
         if _WAITING_CODE.search(self.file):
             return True
         return _WAITS.search(linecache.getline(self.file, self.line)) is not None
-
-
-def _join_names(names: list[str]) -> str:
-    more = f" and {len(names) - _MAX_RANKS} more" if len(names) > _MAX_RANKS else ""
-    return ", ".join(names[:_MAX_RANKS]) + more
 
 
 def _list_expected_tasks(logs: Path) -> list[int]:

@@ -88,8 +88,10 @@ class Finding:
 
 
 def list_findings(table: StepTable, losses: StepLosses | None, facts: Facts) -> list[Finding]:
-    """List the losses that are large enough to be named, the largest first; for the network see
-    _NETWORK_OVER_STRAGGLER."""
+    """List the losses that are large enough to be named, the largest first.
+
+    The network comes before a straggler only if it costs _NETWORK_OVER_STRAGGLER times as much.
+    """
     findings = [_find_input(table, facts), _find_checkpoint(table), _find_memory(table, facts)]
     if losses is not None:
         stragglers = _find_straggler(table, losses, facts) or _find_late_ranks(table, losses, facts)

@@ -24,6 +24,7 @@ from hpc_train.mpi import load_mpi
 from hpc_train.regular_files import write_private_file
 from hpc_train.runtime.identity import ProcessIdentity, find_local_address
 from hpc_train.runtime.store.exchange import arrive_at_gate, count_arrived, wait_for_gate
+from hpc_train.units import join_first
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -50,10 +51,8 @@ class MissingTasks:
 
     def describe(self) -> str:
         """Return their names, such as `tasks 3, 7 on node2`."""
-        omitted = f" and {len(self.tasks) - _SHOWN} more" if self.tasks[_SHOWN:] else ""
-        named = ", ".join(map(str, self.tasks[:_SHOWN])) + omitted
         hosts = f" on {compress_hostlist(self.hosts)}" if self.hosts else ""
-        return f"task{'s' if len(self.tasks) > 1 else ''} {named}{hosts}"
+        return f"task{'s' if len(self.tasks) > 1 else ''} {join_first(self.tasks, _SHOWN)}{hosts}"
 
 
 def find_missing_tasks(store: Store, identity: ProcessIdentity, env: Mapping[str, str] = os.environ) -> MissingTasks:

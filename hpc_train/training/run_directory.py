@@ -19,6 +19,7 @@ from hpc_train.config.run_file import POINTS_FILE, load_run_file
 from hpc_train.errors import UserError
 from hpc_train.regular_files import write_private_file
 from hpc_train.training.records.run_records import REQUEUE_MARKER, find_last_saved_step, read_metrics
+from hpc_train.units import join_first
 
 _MAY_DIFFER = re.compile(
     r"run_dir$|(cluster|parallel|launch|container|resilience|checkpoint|plan|loggers|profile)\.|train\.(steps|epochs|micro_batch"
@@ -258,10 +259,10 @@ def check_same_config(directory: RunDirectory, config: RunConfig) -> None:
         moved_keys = {"model.path"} | ({"data.tokenizer"} if old.get("data.tokenizer") == old["model.path"] else set())
         differing = [key for key in differing if key not in moved_keys]
     if differing:
-        differences = ", ".join(f"{key} is {new.get(key)} and was {old.get(key)}" for key in differing[:3])
-        omitted = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        differences = [f"{key} is {new.get(key)} and was {old.get(key)}" for key in differing]
         raise UserError(
-            f"run_dir={directory.path}: holds another run: {differences}{omitted}; use a new run_dir, or the old values"
+            f"run_dir={directory.path}: holds another run: {join_first(differences, 3)}; use a new run_dir, or the old "
+            "values"
         )
 
 

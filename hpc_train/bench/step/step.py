@@ -6,15 +6,14 @@ It also reports the seconds of each part of the start-up, from the start of the 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from hpc_train.config.compose import compose
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from hpc_train.garbage_collection import pause_gc
+from hpc_train.processes import read_process_age
 from hpc_train.runtime.identity import ProcessIdentity, identify_process
 
 _UNTIMED_OVERRIDES = ("train.eval_every=0", "checkpoint.resume=never")
@@ -98,11 +97,6 @@ class StartupTimer:
 
     def mark(self, part: str) -> None:
         """End a part: record the time since the last mark as `part`."""
-        self.parts[part] = process_age() - sum(self.parts.values())
-
-
-def process_age() -> float:
-    """Return the seconds since the kernel started this process (proc(5), field `starttime` of stat)."""
-    after_name = Path("/proc/self/stat").read_text().rpartition(")")[2]
-    ticks = int(after_name.split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        age = read_process_age(os.getpid())
+        assert age is not None, "this process exists"
+        self.parts[part] = age - sum(self.parts.values())

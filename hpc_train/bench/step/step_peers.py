@@ -21,17 +21,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from hpc_train.bench.rounds import WARM_UP_STEPS, RoundTimings, Side, time_rounds, warm_up_side
 from hpc_train.bench.step.step import StartupTimer
 from hpc_train.bench.step.step_rank import (
-    SideResult,
-    TimeRatio,
     assemble_bench_run,
-    compare_sides,
     draw_sample_order,
     hand_written_steps,
     make_same_model,
     run_our_steps,
     start_job,
-    summarise_side,
 )
+from hpc_train.bench.step.step_result import SideResult, TimeRatio, compare_sides, summarise_side
 from hpc_train.config.compose import compose
 from hpc_train.config.parallel import resolve_degrees
 from hpc_train.config.run import RunConfig

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hpc_train.bench.step.step_peers import PeerResult
-from hpc_train.bench.step.step_rank import SideResult, StepResult, TimeRatio
+from hpc_train.bench.step.step_result import SideResult, StepResult, TimeRatio
 
 _SIDE_DESCRIPTIONS = {
     "hpc_train": "the loop of `hpc-train train`, with metrics, noise scale and prefetch",

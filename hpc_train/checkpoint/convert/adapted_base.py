@@ -21,6 +21,7 @@ from hpc_train.interfaces import TensorShard
 from hpc_train.models.hf.build import build_hf_model
 from hpc_train.models.hf.config_file import read_config_file
 from hpc_train.models.hf.library import list_names_of_experts
+from hpc_train.units import join_first
 
 _SAMPLES = 4
 """Tensors that are compared: training or replacing a base changes all of them."""
@@ -29,8 +30,8 @@ _SAMPLES = 4
 def explain_lost_layers(layers: Sequence[str], model: HfModelConfig) -> str | None:
     """Return why PEFT would leave out some adapters; None if it takes all. layers: names of those with an adapter.
 
-    In mixtures of experts PEFT gives any layer that is called as the experts' once were, such as one of the shared
-    experts, to the experts.
+    In mixtures of experts PEFT recognises the experts' layers by their last name alone, and so mistakes others of the
+    same name, such as those of shared experts, for parts of the experts.
     """
     try:
         kind = read_config_file(model).model_type
@@ -40,7 +41,7 @@ def explain_lost_layers(layers: Sequence[str], model: HfModelConfig) -> str | No
     lost = [layer for layer in layers if layer.rpartition(".")[2] in names]
     if not lost:
         return None
-    return f"PEFT takes {lost[0]} and {len(lost) - 1} more for parts of the experts of {kind}, and loses their adapters"
+    return f"PEFT takes {join_first(lost, 1)} for parts of the experts of {kind}, and loses their adapters"
 
 
 def explain_missing_base(shards: Iterable[TensorShard], model: HfModelConfig) -> str | None:

@@ -25,6 +25,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.deferred import DeferredValues
 from hpc_train.models.hf.config_file import ConfigFile, read_config_file
 from hpc_train.models.hf.library import Conversion, list_ignored_tensors, list_unsaved_tensors, plan_conversion
+from hpc_train.units import join_first
 
 _TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Types of weights that are read, as safetensors names them."""
@@ -114,7 +115,7 @@ class PretrainedWeights:
         kind = type(model).__name__
         if wrong:
             raise UserError(
-                f"{self._folder}: {_list(wrong)}: the weights are of another shape than config.json says; give the "
+                f"{self._folder}: {_join(wrong)}: the weights are of another shape than config.json says; give the "
                 "folder with the config.json that belongs to them"
             )
         body = f"{getattr(model, 'base_model_prefix', '')}."
@@ -125,14 +126,14 @@ class PretrainedWeights:
         needed = [name for name in missing if not is_classifier or name.startswith(body)]
         if needed:
             raise UserError(
-                f"{self._folder}: {_list(needed)}: missing in its weights, and {kind} needs them; use "
+                f"{self._folder}: {_join(needed)}: missing in its weights, and {kind} needs them; use "
                 "model.weights=draw to begin from scratch, or the folder of this model"
             )
         ignored = [re.compile(pattern) for pattern in list_ignored_tensors(model)]
         plan.unused[:] = [name for name in plan.unused if not any(pattern.search(name) for pattern in ignored)]
         if misfits := list_misfits(model, plan.unused):
             raise UserError(
-                f"{self._folder}: its weights have {_list(misfits)}, for which its config.json has no place; give the "
+                f"{self._folder}: its weights have {_join(misfits)}, for which its config.json has no place; give the "
                 "files and config.json of one model, or model.weights=draw to begin from scratch"
             )
 
@@ -162,9 +163,9 @@ class WeightsPlan:
         """Return a line each for what a user should know."""
         lines = []
         if drawn := [name for name in self.missing if name not in self.computed]:
-            lines.append(f"the weights have no {_list(drawn)}: drawn anew, as for a new task")
+            lines.append(f"the weights have no {_join(drawn)}: drawn anew, as for a new task")
         if self.unused:
-            lines.append(f"the weights have {_list(self.unused)}, for which this model has no place: left out")
+            lines.append(f"the weights have {_join(self.unused)}, for which this model has no place: left out")
         return lines
 
 
@@ -182,9 +183,8 @@ def list_misfits(model: nn.Module, unused: Iterable[str]) -> list[str]:
     ]
 
 
-def _list(items: list[str]) -> str:
-    more = len(items) - _SHOWN
-    return "; ".join(items[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+def _join(names: list[str]) -> str:
+    return join_first(names, _SHOWN, "; ")
 
 
 def has_weights(file: ConfigFile) -> bool:
@@ -242,7 +242,7 @@ def _check_dtypes(stored: dict[str, TensorHeader], config: HfModelConfig, folder
     strange = [f"{name} is {dtype}" for dtype, name in first.items() if dtype not in _TYPES]
     if strange:
         raise UserError(
-            f"{folder}: {_list(strange)}: only floating-point weights of 16, 32 or 64 bits are trained; "
+            f"{folder}: {_join(strange)}: only floating-point weights of 16, 32 or 64 bits are trained; "
             "dequantize them with transformers and save them again"
         )
     if len(first) > 1 and not config.mixed_dtypes:

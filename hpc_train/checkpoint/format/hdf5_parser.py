@@ -76,9 +76,8 @@ def parse_datasets(read: Callable[[int, int], bytes], size: int) -> dict[str, Pa
     root = read_root(file)
     datasets: dict[str, ParsedDataset] = {}
     headers = _HeaderCache(file)
-    for name, address in sorted(
-        read_links(file, root), key=itemgetter(1)
-    ):  # in the order of the file, which is read once
+    # In the order of the file, so that it is read once from its beginning to its end.
+    for name, address in sorted(read_links(file, root), key=itemgetter(1)):
         if name in datasets:
             raise CheckpointError(f"its HDF5 structure has two datasets called {name[:100]!r}")
         datasets[name] = headers.read_dataset(name, address)
@@ -86,10 +85,7 @@ def parse_datasets(read: Callable[[int, int], bytes], size: int) -> dict[str, Pa
 
 
 class _HeaderCache:
-    """Cache of headers that differ only in where the data and the name of the dtype lie, as those of most datasets do.
-
-    So thousands of similar headers are parsed once.
-    """
+    """Parses object headers, each form once: most differ only in where the data and the dtype's name lie."""
 
     def __init__(self, file: Hdf5File) -> None:
         self._file = file
@@ -226,18 +222,18 @@ def _read_fixed_array(file: Hdf5File, address: int, count: int) -> tuple[ParsedC
     # A large array is stored in pages, each followed by a checksum of 4 bytes; a bitmap of used pages comes first.
     page, at = 1 << bits, block + 14
     if count <= page:
-        return _chunks(file.make_cursor(at, count * width), count, width)
+        return _read_chunks(file.make_cursor(at, count * width), count, width)
     pages = -(-count // page)
     at += -(-pages // 8) + 4
     chunks: list[ParsedChunk] = []
     while len(chunks) < count:
         size = min(page, count - len(chunks))
-        chunks += _chunks(file.make_cursor(at, size * width), size, width)
+        chunks += _read_chunks(file.make_cursor(at, size * width), size, width)
         at += size * width + 4
     return tuple(chunks)
 
 
-def _chunks(cursor: Cursor, count: int, width: int) -> tuple[ParsedChunk, ...]:
+def _read_chunks(cursor: Cursor, count: int, width: int) -> tuple[ParsedChunk, ...]:
     return tuple(
         ParsedChunk(cursor.take_number(8), cursor.take_number(width - 12), cursor.take_number(4)) for _ in range(count)
     )

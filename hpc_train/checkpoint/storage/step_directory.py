@@ -27,6 +27,18 @@ from hpc_train.errors import UserError
 from hpc_train.interfaces import TensorShard
 from hpc_train.regular_files import NotRegularError, read_regular, replace_file, sync_directory
 
+SHARDS_FOLDER = "shards"
+FILES_PER_FOLDER = 64
+"""Shard files in a folder; each has its table of digests beside it."""
+WEIGHTS_FOLDER = "weights"
+"""Folder, within the checkpoint directory, of steps without optimizer state."""
+BAD_MARK_FILE = "bad"
+"""File in the directory of a step marked bad; its text is the reason."""
+_MAX_REASON_BYTES = 64 << 10
+BASE_DIGEST = "base_digest"
+"""Key in `extra` of a step with adapters only: the digest of the files that they were trained on."""
+_WEIGHTS_ONLY_KEY = "weights_only"
+_OPTIMIZER_PREFIX = "optim."
 _log = logging.getLogger(__name__)
 _MAX_REMEMBERED = 1000
 """Sequence numbers to skip for each unreadable manifest; more saves are never kept in one directory."""
@@ -153,22 +165,9 @@ def shard_file_name(number: int, ranks: range | None = None) -> str:
     return f"{SHARDS_FOLDER}/{number // FILES_PER_FOLDER:03d}/{ranks[0]:06d}{last}.h5"
 
 
-SHARDS_FOLDER = "shards"
-
-
-FILES_PER_FOLDER = 64
-"""Shard files in a folder; each has its table of digests beside it."""
-
-
 def list_shard_folders(files: int) -> list[str]:
     """Return the folders for this number of files."""
     return [str(Path(shard_file_name(first)).parent) for first in range(0, files, FILES_PER_FOLDER)]
-
-
-WEIGHTS_FOLDER = "weights"
-"""Folder, within the checkpoint directory, of steps without optimizer state."""
-_OPTIMIZER_PREFIX = "optim."
-_WEIGHTS_ONLY_KEY = "weights_only"
 
 
 def is_weight(name: str) -> bool:
@@ -179,10 +178,6 @@ def is_weight(name: str) -> bool:
 def select_weights(shards: Iterable[TensorShard]) -> list[TensorShard]:
     """Return the shards of parameters and buffers."""
     return [shard for shard in shards if is_weight(shard.name)]
-
-
-BASE_DIGEST = "base_digest"
-"""Key in `extra` of a step with adapters only: the digest of the files that they were trained on."""
 
 
 def mark_base(extra: dict[str, Any], digest: str | None) -> dict[str, Any]:
@@ -201,12 +196,6 @@ def mark_weights_only(extra: dict[str, Any]) -> dict[str, Any]:
 def holds_weights_only(extra: dict[str, Any]) -> bool:
     """Return whether a step was saved without optimizer state, from its `extra`."""
     return bool(extra.get(_WEIGHTS_ONLY_KEY, False))
-
-
-BAD_MARK_FILE = "bad"
-"""File in the directory of a step marked bad; its text is the reason."""
-_MAX_REASON_BYTES = 64 << 10
-"""Maximum bytes of a reason."""
 
 
 def mark_bad(directory: Path, step: int, why: str) -> None:

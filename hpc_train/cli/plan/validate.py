@@ -14,6 +14,7 @@ from hpc_train.errors import UserError
 from hpc_train.planner import constants as stored
 from hpc_train.planner.calibration.run_table import read_runs
 from hpc_train.planner.calibration.validate import ErrorStatistics, PredictedRun, Validation, validate_predictions
+from hpc_train.units import join_first
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,7 @@ def _print_refused(console: Console, validation: Validation) -> None:
     for run in validation.refused:
         reasons.setdefault(run.why, []).append(run.id)
     for reason, ids in reasons.items():
-        run_ids = ", ".join(ids[:3]) + (f" and {len(ids) - 3} more" if len(ids) > 3 else "")
-        console.print(f"Refused {len(ids)}: {reason} ({run_ids})", markup=False)
+        console.print(f"Refused {len(ids)}: {reason} ({join_first(ids, 3)})", markup=False)
 
 
 def _print_rows(console: Console, validation: Validation) -> None:

@@ -18,6 +18,7 @@ from hpc_train.data.readers.json_array import explain_unread_json
 from hpc_train.data.readers.records import FileSample
 from hpc_train.errors import UserError
 from hpc_train.regular_files import open_to_read
+from hpc_train.units import join_first
 
 _HEAD_BYTES = 1 << 16
 _WINDOW_BYTES = 1 << 14
@@ -105,10 +106,8 @@ def recognise_files(files: Iterable[SourceFile]) -> list[KnownFile]:
             problems.append(f"{file.path} {problem}")
     if not problems:
         return recognised
-    shown = "; ".join(problems[:_MAX_NAMED])
-    more = f"; and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
     count = f"{len(problems)} of {len(recognised)} files are not readable text: " if len(recognised) > 1 else ""
-    raise UserError(f"{count}{shown}{more} (known: {KINDS})")
+    raise UserError(f"{count}{join_first(problems, _MAX_NAMED, '; ')} (known: {KINDS})")
 
 
 def _recognise(path: Path) -> tuple[str | None, str | None]:

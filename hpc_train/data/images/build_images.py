@@ -18,6 +18,7 @@ from hpc_train.data.images.webdataset_tar import read_tar_entries
 from hpc_train.data.store_file import IMAGE_STORE, check_new_store, make_cache
 from hpc_train.errors import UserError
 from hpc_train.regular_files import open_to_read
+from hpc_train.units import join_first
 
 LABEL_KEY = "label"
 """Key of a .json in a tar, if no other is named."""
@@ -168,9 +169,8 @@ def _read_checked(
                     progress.advance(entry.size)
                 yield data
     if problems:
-        more = f"; and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
         count = f"{len(problems)} of {len(entries)} images cannot be used: " if len(entries) > 1 else ""
-        raise UserError(f"{count}{'; '.join(problems[:_MAX_NAMED])}{more}")
+        raise UserError(f"{count}{join_first(problems, _MAX_NAMED, '; ')}")
 
 
 def _read_entry(entry: ImageEntry, is_checked: bool) -> tuple[bytes, str | None]:

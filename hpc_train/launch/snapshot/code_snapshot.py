@@ -27,6 +27,7 @@ from hpc_train.launch.snapshot import snapshot_files as files
 from hpc_train.launch.snapshot.snapshot_files import SnapshotEntry
 from hpc_train.launch.sweep import sweep_directory
 from hpc_train.regular_files import read_text
+from hpc_train.units import join_first
 
 _MIB = 1 << 20
 PATHS_FILE = "paths.json"
@@ -177,11 +178,10 @@ def _make_tree(
     ] + _select_included_paths(root, launch)
     # Before anything is read: a data set that lies in the tree by mistake may be larger than the memory.
     _check_number(root, paths)
-    _check_bytes({str(root / path): files.sum_sizes(root, path) for path in paths}, launch.snapshot_max_mib)
+    _check_bytes({str(root / path): files.read_size(root, path) for path in paths}, launch.snapshot_max_mib)
     entries_by_path = {path: files.read_entry(root, path) for path in paths}
     if left_out := [path for path in paths if entries_by_path[path] is None and (root / path).is_symlink()]:
-        more = f" and {len(left_out) - 3} more links" if len(left_out) > 3 else ""
-        report(f"launch.snapshot: not in it, as they lead out of {root}: {', '.join(left_out[:3])}{more}")
+        report(f"launch.snapshot: links left out, as they lead out of {root}: {join_first(left_out, 3)}")
     entries = tuple(entry for entry in entries_by_path.values() if entry)
     return SourceTree(
         root, entries, repository.commit if repository else None, repository.dirty if repository else None

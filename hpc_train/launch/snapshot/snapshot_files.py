@@ -26,29 +26,18 @@ SCRIPT_SUFFIXES = frozenset({".py", ".pyi", ".yaml", ".yml"})
 """Files that belong to a project without git."""
 _EXCLUDED_NAMES = frozenset(
     {
-        *(
-            ".git",
-            ".hg",
-            ".svn",
-            CACHE_FOLDER,
-            ".venv",
-            "venv",
-            "site-packages",
-            "node_modules",
-            ".tox",
-            ".nox",
-            ".eggs",
-        ),
-        *(".cache", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".hypothesis", ".ipynb_checkpoints", "wandb"),
+        ".git", ".hg", ".svn", CACHE_FOLDER, ".venv", "venv", "site-packages", "node_modules", ".tox", ".nox", ".eggs",
+        ".cache", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".hypothesis", ".ipynb_checkpoints", "wandb",
     }
-)
+)  # fmt: skip
+"""Folders that are left out wherever they are."""
 _DATA_SUFFIXES = frozenset(
     {
-        *(".h5", ".hdf5", ".npy", ".npz", ".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".pkl", ".pickle", ".onnx"),
-        *(".parquet", ".arrow", ".csv", ".tsv", ".jsonl", ".tar", ".gz", ".xz", ".zst", ".zip", ".sif", ".sqsh"),
-        *(".log", ".out", ".err", ".pyc", ".swp", ".mp4", ".jpg", ".png", ".wav", ".db", ".sqlite"),
+        ".h5", ".hdf5", ".npy", ".npz", ".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".pkl", ".pickle", ".onnx",
+        ".parquet", ".arrow", ".csv", ".tsv", ".jsonl", ".tar", ".gz", ".xz", ".zst", ".zip", ".sif", ".sqsh",
+        ".log", ".out", ".err", ".pyc", ".swp", ".mp4", ".jpg", ".png", ".wav", ".db", ".sqlite",
     }
-)
+)  # fmt: skip
 """Suffixes of files that no work tree tracks and that are no code, either."""
 _EXCLUDED_MARKERS = (
     ("pyvenv.cfg",),
@@ -119,7 +108,7 @@ def _read_link(root: Path, path: str) -> SnapshotEntry | None:
     return SnapshotEntry(path, os.fsencode(os.path.relpath(target, parent)), "link")
 
 
-def sum_sizes(root: Path, path: str) -> int:
+def read_size(root: Path, path: str) -> int:
     """Return the bytes of a file; 0 for anything else."""
     try:
         status = os.lstat(f"{root}/{path}")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
+from hpc_train.units import join_first
 
 BATCH_NORM_LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -49,10 +50,9 @@ def _warn_if_unsynchronised(part: nn.Module, world: World) -> str | None:
     ]
     if world.dp_size == 1 or not names:
         return None
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (
-        f"warning: {names[0]}{more}: statistics are of each rank's own micro-batch, one of {world.dp_size}, so the "
-        "numbers depend on the layout; parallel.sync_batchnorm=true takes them over all ranks"
+        f"warning: {join_first(names, 1)}: statistics are of each rank's own micro-batch, one of {world.dp_size}, so "
+        "the numbers depend on the layout; parallel.sync_batchnorm=true takes them over all ranks"
     )
 
 

@@ -31,6 +31,7 @@ from hpc_train.errors import UserError
 from hpc_train.interfaces import World
 from hpc_train.parallel.rules.data_parallel import ERROR_FEEDBACK_METHODS
 from hpc_train.step_clock import SilentClock, StepClock
+from hpc_train.units import join_first
 
 ReduceBucket = Callable[[dist.GradBucket], torch.futures.Future[Tensor]]
 """Starts to average a bucket over all ranks, in place; the future holds its buffer."""
@@ -205,8 +206,7 @@ def _make_changed_graph_error() -> UserError:
 def _make_missing_gradient_error(model: nn.Module) -> UserError:
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     unused = [name for name, parameter in trained if parameter.grad is None]
-    names = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
-    subject = names or "a parameter that an earlier micro-batch used"
+    subject = join_first(unused, 3) or "a parameter that an earlier micro-batch used"
     return UserError(
         f"model: {subject} took no part in the loss of a step, and ddp waits for every gradient; "
         "set parallel.unused_parameters=true, or freeze what is not used"

@@ -9,9 +9,9 @@ runs beside backward in a thread of its own (on a GPU: on a stream). To add a me
   Cordonnier, Jaggi 2018, Sparsified SGD with Memory, arXiv:1809.07599, algorithm 1 (without the learning rate, which is
   the optimizer's; without the momentum correction and the clipping of Lin et al. 2017, arXiv:1712.01887).
 - powersgd: each matrix is sent as a product of two thin ones, found by one step of power iteration from the last step's
-  basis; the error is added to the gradients of the next step. Vogels, Karimireddy, Jaggi 2019,
-  arXiv:1905.13727, algorithms 1 and 2. torch's powerSGD_hook is the same method, but with
-  more than one bucket its chained collectives deadlock on gloo (2.13).
+  basis; the error is added to the gradients of the next step. Vogels, Karimireddy, Jaggi 2019, arXiv:1905.13727,
+  algorithms 1 and 2. torch's powerSGD_hook is the same method, but with more than one bucket its chained collectives
+  deadlock on gloo (2.13).
 - parallel.reduce_with=mpi: Open MPI moves the data of ranks on one host through shared memory, gloo through sockets.
 """
 

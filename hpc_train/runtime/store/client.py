@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hpc_train.runtime.store.connection import ConnectionPool, explain_error, format_address
 from hpc_train.runtime.store.protocol import Message, Operation, ProtocolError
+from hpc_train.units import join_first
 
 if TYPE_CHECKING:
     from hpc_train.runtime.store.server import StoreServer
@@ -176,5 +177,4 @@ class _Clone(JobStore):
 
 
 def _list_keys(keys: Sequence[bytes]) -> str:
-    named = ", ".join(key.decode(errors="replace") for key in keys[:_KEYS_NAMED])
-    return named + (f" and {len(keys) - _KEYS_NAMED} more" if len(keys) > _KEYS_NAMED else "")
+    return join_first([key.decode(errors="replace") for key in keys], _KEYS_NAMED)

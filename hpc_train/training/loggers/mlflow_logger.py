@@ -52,7 +52,11 @@ class MlflowLogger:
         with _hold_lock(store.with_name("creating")):
             experiment = self._find_experiment(run.settings["experiment"])
         tags = {"sweep": run.group} if run.group else {}
-        tags |= {"mlflow.user": _user_name(), "mlflow.source.type": "JOB", **{f"tag.{tag}": "true" for tag in run.tags}}
+        tags |= {
+            "mlflow.user": _find_user_name(),
+            "mlflow.source.type": "JOB",
+            **{f"tag.{tag}": "true" for tag in run.tags},
+        }
         created = self._client.create_run(experiment, run_name=run.name, tags=tags)
         run_id: str = created.info.run_id
         parameters = [
@@ -113,7 +117,7 @@ def _hold_lock(folder: Path) -> Iterator[None]:
             folder.rmdir()
 
 
-def _user_name() -> str:
+def _find_user_name() -> str:
     import getpass
 
     try:

@@ -135,8 +135,8 @@ class NewWarnings:
             return []
         names = [name for name in entries if name not in self._seen and not name.startswith(".")]
         self._seen.update(names)
-        read = [_read(self._folder / name) for name in names[:_MAX_FILES]]
-        return sorted((warning for warning in read if warning is not None), key=lambda warning: warning.time)
+        warnings = [_read_warning(self._folder / name) for name in names[:_MAX_FILES]]
+        return sorted((warning for warning in warnings if warning is not None), key=lambda warning: warning.time)
 
 
 def read_warnings(logs: Path) -> list[RankWarning]:
@@ -144,7 +144,7 @@ def read_warnings(logs: Path) -> list[RankWarning]:
     return NewWarnings(logs).read()
 
 
-def _read(path: Path) -> RankWarning | None:
+def _read_warning(path: Path) -> RankWarning | None:
     """Read one warning; None for a file that no rank has written."""
     try:
         fields = json.loads(read_regular(path, _MAX_BYTES))

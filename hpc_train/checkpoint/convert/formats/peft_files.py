@@ -28,6 +28,7 @@ from hpc_train.models.hf.config_file import find_task, read_config_file
 from hpc_train.models.huggingface import name_huggingface_module
 from hpc_train.models.huggingface_family import find_model_family
 from hpc_train.terminal import one_line
+from hpc_train.units import join_first
 
 State = dict[str, Tensor]
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
@@ -216,9 +217,8 @@ def _match_layers(
     module_of_layer = {layer: name_module(layer, model) for layer in layers}
     unknown = sorted(set(adapted) - set(module_of_layer.values()))
     if unknown:
-        more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
         raise UserError(
-            f"{folder}: has adapters of {', '.join(unknown[:3])}{more}, which this run has not; see adapter.targets"
+            f"{folder}: has adapters of {join_first(unknown, 3)}, which this run has not; see adapter.targets"
         )
     return {
         layer: (module, _make_split(layer) if _is_fused(layer, model) else _keep_whole)

@@ -13,6 +13,7 @@ from hpc_train.cluster.readers.node.nvidia_smi import matches_nvidia_smi
 from hpc_train.cluster.readers.node.nvidia_smi_rows import clean_lines, looks_like_peer_matrix
 from hpc_train.cluster.spec import UNNAMED_HOST, Cluster, Gpu, Link, Node
 from hpc_train.errors import UserError
+from hpc_train.units import join_first
 
 MAX_GPUS = 64
 _REASONS = {
@@ -100,6 +101,5 @@ def _list_notes(pairs: list[tuple[str, str]], cells: dict[tuple[str, str], str])
             without[value].append(f"{a}-{b}")
     notes = ["how the GPUs are joined is not in this output (nvidia-smi topo -m has it)"] if pairs else []
     for value, named in sorted(without.items()):
-        shown = ", ".join(named[:4]) + (f" and {len(named) - 4} more" if len(named) > 4 else "")
-        notes.append(f"no direct access between {shown}: {value}, {_REASONS[value]}")
+        notes.append(f"no direct access between {join_first(named)}: {value}, {_REASONS[value]}")
     return notes
