@@ -38,7 +38,8 @@ from hpc_train.parallel.memory.compilation import (
     report_fallbacks,
 )
 from hpc_train.parallel.rules.check import check_support
-from hpc_train.parallel.rules.support_table import EXACT, SUPPORT_TABLE, Technique
+from hpc_train.parallel.rules.support_rows.technique import EXACT, Technique
+from hpc_train.parallel.rules.support_table import SUPPORT_TABLE
 from hpc_train.testing import run_ranks
 from hpc_train.training.optimizer import make_optimizer
 

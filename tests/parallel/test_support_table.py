@@ -11,7 +11,8 @@ from hpc_train.config.compose import compose
 from hpc_train.config.keys.groups import find_option_files
 from hpc_train.config.parallel import compute_smallest_world
 from hpc_train.parallel.rules.check import check_support
-from hpc_train.parallel.rules.support_table import EXACT, INEXACT, SUPPORT_TABLE, Technique, format_support_table
+from hpc_train.parallel.rules.support_rows.technique import EXACT, INEXACT, Technique
+from hpc_train.parallel.rules.support_table import SUPPORT_TABLE, format_support_table
 
 ROOT = Path(__file__).parents[2]
 
