@@ -13,7 +13,7 @@ from rich.table import Table
 
 from hpc_train.bench.gemm import GemmResult, MatrixProduct
 from hpc_train.errors import UserError
-from hpc_train.parallel.precision import DTYPES
+from hpc_train.parallel.precision.number_formats import DTYPES
 from hpc_train.timing import time_calls
 
 _COPY_BYTES = 1 << 28

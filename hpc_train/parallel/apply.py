@@ -35,7 +35,7 @@ from hpc_train.parallel.materialise import (
     select_stage_values,
 )
 from hpc_train.parallel.optimizer_step import OptimizerFactory, OptimizerUpdates
-from hpc_train.parallel.precision import cast_parameters, check_precision_device, make_loss_scale
+from hpc_train.parallel.precision.number_formats import cast_parameters, check_precision_device, make_loss_scale
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.parallel.user_model import (
     check_aliases,
@@ -180,7 +180,7 @@ def apply_techniques(part: nn.Module, config: RunConfig, world: World) -> Iterat
 
         yield store_base_in_bf16(part)
     if config.precision.float8 != "none":
-        from hpc_train.parallel.float8 import convert_linear_layers
+        from hpc_train.parallel.precision.float8 import convert_linear_layers
 
         yield convert_linear_layers(part, config.precision, world.device, degrees.tp)
 

@@ -21,7 +21,7 @@ from hpc_train.models.layers import ScaledDotProduct
 from hpc_train.models.shape import compute_head_dim, count_kv_heads
 from hpc_train.parallel.materialise import is_rehearsal
 from hpc_train.parallel.mesh_axes import get_axis_degree
-from hpc_train.parallel.precision import DTYPES
+from hpc_train.parallel.precision.number_formats import DTYPES
 from hpc_train.parallel.rules.attention import explain_missing_kernel
 
 _CHECKS: dict[str, Callable[[SDPAParams, bool], bool]] = {

@@ -23,7 +23,7 @@ from hpc_train.models.adapters.adapted_linear import AdaptedLinear
 from hpc_train.models.transformer import Transformer
 from hpc_train.parallel.loss import check_targets, differentiate_cross_entropy
 from hpc_train.parallel.mesh_axes import get_axis_degree
-from hpc_train.parallel.precision import make_mixed_precision_policy
+from hpc_train.parallel.precision.number_formats import make_mixed_precision_policy
 from hpc_train.traffic.stages import splits_backward
 
 

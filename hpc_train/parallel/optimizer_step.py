@@ -27,7 +27,7 @@ from hpc_train.interfaces import TensorShard, World
 from hpc_train.models.adapters.nf4 import Nf4Weight
 from hpc_train.parallel.materialise import is_rehearsal
 from hpc_train.parallel.mesh_axes import find_replica, find_split_axes, get_axis_degree
-from hpc_train.parallel.precision import LossScale
+from hpc_train.parallel.precision.number_formats import LossScale
 
 if TYPE_CHECKING:
     from hpc_train.parallel.optimizers.weight_average import WeightAverage

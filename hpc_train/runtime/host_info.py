@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from hpc_train.errors import UserError
 from hpc_train.interfaces import Task
-from hpc_train.mpi import load_mpi
 from hpc_train.placement.communication_environment import find_harmful_variables
 from hpc_train.placement.node.cpu_binding import RankSeat, parse_cpus
+from hpc_train.runtime.mpi import load_mpi
 from hpc_train.runtime.store.exchange import append_to, arrive_at_gate, count_arrived, gather_from, wait_for_gate
 from hpc_train.units import format_ranges
 

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 from hpc_train.cluster.hostlist import compress_hostlist, expand_hostlist, list_task_hosts
 from hpc_train.errors import MissingRanksError, UserError
-from hpc_train.mpi import load_mpi
 from hpc_train.regular_files import write_private_file
 from hpc_train.runtime.identity import ProcessIdentity, find_local_address
+from hpc_train.runtime.mpi import load_mpi
 from hpc_train.runtime.store.exchange import arrive_at_gate, count_arrived, wait_for_gate
 from hpc_train.units import join_first
 

@@ -194,7 +194,7 @@ FAULTS = (
     ),
     Fault(
         "weight gradients in MXFP8 are rounded along features, not along tokens",
-        "parallel/mxfp8.py",
+        "parallel/precision/mxfp8.py",
         "return by_x, round_blocks(gradient.t()) @ round_blocks(x.t()).t(), None",
         "return by_x, round_blocks(gradient).t() @ round_blocks(x), None",
         ("parallel/test_float8.py",),

@@ -33,9 +33,9 @@ from hpc_train.config.compose import compose
 from hpc_train.config.train import PrecisionConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import IGNORED_TARGET, World
-from hpc_train.parallel.float8 import convert_linear_layers, set_product
-from hpc_train.parallel.mxfp8 import make_mxfp8_product
-from hpc_train.parallel.precision import check_precision_device
+from hpc_train.parallel.precision.float8 import convert_linear_layers, set_product
+from hpc_train.parallel.precision.mxfp8 import make_mxfp8_product
+from hpc_train.parallel.precision.number_formats import check_precision_device
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.testing import run_ranks
 
@@ -173,7 +173,7 @@ def test_what_cannot_be_combined_is_one_line(overrides: tuple[str, ...], words: 
 
 def test_a_torchao_without_products_of_blocks_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are a prototype there, which older releases lack and later ones may move."""
-    monkeypatch.setitem(sys.modules, "hpc_train.parallel.mxfp8", None)
+    monkeypatch.setitem(sys.modules, "hpc_train.parallel.precision.mxfp8", None)
     says = r"float8=mxfp8: this torchao has no such products .*'torchao>=0\.18,<0\.19'"
     with pytest.raises(UserError, match=says) as caught:
         convert_linear_layers(model("thirty-twos"), PrecisionConfig(float8="mxfp8"), torch.device("cpu"))

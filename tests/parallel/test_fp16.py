@@ -17,7 +17,7 @@ from hpc_train.checkpoint import load_step, save_step
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import Engine, TensorShard, World
-from hpc_train.parallel.precision import GROWTH_INTERVAL, INITIAL_SCALE, LossScale
+from hpc_train.parallel.precision.number_formats import GROWTH_INTERVAL, INITIAL_SCALE, LossScale
 from hpc_train.testing import run_ranks
 
 FP16 = "precision=fp16"

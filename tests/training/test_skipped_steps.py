@@ -9,12 +9,12 @@ import pytest
 from training_runs import metrics, run, small
 
 from hpc_train.errors import EXIT_DONE
-from hpc_train.parallel import precision
+from hpc_train.parallel.precision import number_formats
 from hpc_train.training.run_directory import locate_run_directory
 
 
 def test_every_skipped_step_is_an_event(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "INITIAL_SCALE", 2.0**40)  # halved once per step, it overflows in all six
+    monkeypatch.setattr(number_formats, "INITIAL_SCALE", 2.0**40)  # halved once per step, it overflows in all six
     config = small(store, tmp_path, "precision=fp16")
     assert [rank.code for rank in run(config)] == [EXIT_DONE] * 2
     events = [json.loads(line) for line in locate_run_directory(config).events.read_text().splitlines()]

@@ -17,7 +17,7 @@ from torch import Tensor
 from hpc_train._torch.process_groups import all_gather, reduce_scatter
 from hpc_train.bench.collectives.definitions import CollectiveOperation
 from hpc_train.interfaces import World
-from hpc_train.mpi import require_mpi
+from hpc_train.runtime.mpi import require_mpi
 from hpc_train.traffic.rank_groups import WORLD_AXIS, RankGroup
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from hpc_train.bench.step.step_rank import make_same_model
 from hpc_train.checkpoint import Saver
 from hpc_train.interfaces import TensorShard, World
 from hpc_train.parallel.memory.activation_offload import ActivationMoves, wrap_offload
-from hpc_train.parallel.precision import autocast_forward
+from hpc_train.parallel.precision.number_formats import autocast_forward
 from hpc_train.parallel.user_model import get_named_blocks, replace_forward
 from hpc_train.timing import interleave_rounds, synchronize_device, time_calls
 

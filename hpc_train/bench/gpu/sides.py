@@ -21,7 +21,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import Engine, MicroBatch, StepBatch, World
 from hpc_train.models.registry import build_model
 from hpc_train.parallel.apply import build
-from hpc_train.parallel.precision import autocast_forward
+from hpc_train.parallel.precision.number_formats import autocast_forward
 from hpc_train.parallel.user_model import get_named_blocks
 from hpc_train.training.numerics.step_numbers import read_step_numbers
 from hpc_train.training.optimizer import make_optimizer
@@ -118,7 +118,7 @@ def make_hand_written_step(config: RunConfig, world: World) -> Step:
 
 def _convert_to_float8(model: nn.Module, config: RunConfig, device: torch.device) -> None:
     """Convert the same layers as a training does: that is one call of torchao in both."""
-    from hpc_train.parallel.float8 import convert_linear_layers
+    from hpc_train.parallel.precision.float8 import convert_linear_layers
 
     convert_linear_layers(model, config.precision, device)
 

@@ -37,7 +37,7 @@ from hpc_train.data.sample_order import order_samples
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
 from hpc_train.parallel.materialise import materialise_parameters
-from hpc_train.parallel.precision import autocast_forward, cast_parameters
+from hpc_train.parallel.precision.number_formats import autocast_forward, cast_parameters
 from hpc_train.parallel.user_model import require_one_input
 from hpc_train.runtime.start import join, leave_process_group, start
 from hpc_train.runtime.stop_request import StopRequest

@@ -38,7 +38,7 @@ from hpc_train.checkpoint.storage.lock import Lock
 from hpc_train.checkpoint.storage.step_directory import step_path
 from hpc_train.errors import UserError
 from hpc_train.interfaces import TensorShard, World
-from hpc_train.mpi import require_mpi
+from hpc_train.runtime.mpi import require_mpi
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -33,7 +33,7 @@ from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
 from hpc_train.parallel.mesh_axes import SHARD_CP_AXIS, get_axis_degree
-from hpc_train.parallel.precision import make_mixed_precision_policy
+from hpc_train.parallel.precision.number_formats import make_mixed_precision_policy
 from hpc_train.parallel.reduce_scatter import choose_reduce_scatter
 from hpc_train.parallel.user_model import get_named_blocks
 from hpc_train.traffic.sharding import ZERO_STAGE, keeps_gradients, keeps_parameters

@@ -24,7 +24,7 @@ from hpc_train.parallel.loss import (
 from hpc_train.parallel.mesh_axes import count_averaged_ranks, get_axis_degree, move_batch, select_local_tokens
 from hpc_train.parallel.metrics import EvaluationSums, load_metrics
 from hpc_train.parallel.optimizer_step import GradientUpdate
-from hpc_train.parallel.precision import autocast_forward
+from hpc_train.parallel.precision.number_formats import autocast_forward
 from hpc_train.parallel.user_model import check_inputs, check_output_is_seen, explain_first_call, name_model
 
 

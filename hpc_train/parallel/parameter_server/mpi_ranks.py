@@ -12,7 +12,7 @@ import numpy as np
 
 from hpc_train.errors import UserError
 from hpc_train.interfaces import World
-from hpc_train.mpi import require_mpi
+from hpc_train.runtime.mpi import require_mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -22,7 +22,7 @@ from hpc_train.parallel.mesh_axes import get_axis_index
 from hpc_train.parallel.optimizer_step import OptimizerFactory, OptimizerUpdates, Stages
 from hpc_train.parallel.pipeline.measurement import BlockTimes, Timeline, get_times_path, read_block_times
 from hpc_train.parallel.pipeline.schedule import Pipeline
-from hpc_train.parallel.precision import make_loss_scale, make_mixed_precision_policy
+from hpc_train.parallel.precision.number_formats import make_loss_scale, make_mixed_precision_policy
 from hpc_train.parallel.rules.pipeline import check_blocks
 from hpc_train.traffic.stages import (
     BlockCosts,

@@ -67,7 +67,7 @@ def convert_linear_layers(part: nn.Module, config: PrecisionConfig, device: torc
 
 def _compute_in_blocks(part: nn.Module, names: Collection[str], config: PrecisionConfig, device: torch.device) -> None:
     try:
-        from hpc_train.parallel.mxfp8 import make_mxfp8_product
+        from hpc_train.parallel.precision.mxfp8 import make_mxfp8_product
     except ImportError as error:  # a prototype of torchao, which a release may move
         raise UserError(
             f"precision.float8={config.float8}: this torchao has no such products ({error}); pip install "

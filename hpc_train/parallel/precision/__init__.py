@@ -1,0 +1,1 @@
+"""Number formats: how parameters are stored, computed and reduced, the loss scale of fp16, and products in 8 bits."""
