@@ -30,7 +30,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def takes_direct(directory: Path) -> bool:
-    """Whether this file system does it at all."""
+    """Whether this file system offers direct reads at all."""
     try:
         os.close(os.open(directory / "step-1/shards/000/000000.h5", os.O_RDONLY | os.O_DIRECT))
     except OSError:
@@ -39,7 +39,7 @@ def takes_direct(directory: Path) -> bool:
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, number: int) -> list[str]:
-    """Every read past the page cache fails; gives the files."""
+    """Let every read past the page cache fail with this error; returns the names of the files, as they are refused."""
     refused: list[str] = []
     real = os.preadv
 
@@ -54,13 +54,13 @@ def refuse(monkeypatch: pytest.MonkeyPatch, number: int) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["EINVAL", "EOPNOTSUPP"])
-def test_at_a_read(directory: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_refused_read_is_made_through_the_cache(directory: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     refused = refuse(monkeypatch, getattr(errno, name))
     assert holds(directory, 1, LARGE)
     assert bool(refused) == takes_direct(directory)
 
 
-def test_at_a_read_of_two_ranks(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_read_through_the_cache(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse(monkeypatch, errno.EINVAL)
 
     def read(world: World) -> bool:
@@ -75,7 +75,7 @@ def test_at_a_read_of_two_ranks(directory: Path, monkeypatch: pytest.MonkeyPatch
     assert run_ranks(read, 2) == [True, True]
 
 
-def test_when_a_file_is_opened(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_opened_for_direct_reads(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, refused = os.open, []
 
     def refusing(path: Any, flags: int, *args: Any, **named: Any) -> int:
@@ -89,7 +89,7 @@ def test_when_a_file_is_opened(directory: Path, monkeypatch: pytest.MonkeyPatch)
     assert refused
 
 
-def test_another_error_is_not_taken_for_it(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_error_is_damage(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if takes_direct(directory):
         refuse(monkeypatch, errno.EIO)
     else:

@@ -16,7 +16,7 @@ from hpc_train.errors import UserError
 
 
 def by_name(cluster: Cluster) -> dict[str, Switch]:
-    return {it.name: it for it in cluster.switches}
+    return {switch.name: switch for switch in cluster.switches}
 
 
 def refused(text: str) -> str:
@@ -32,7 +32,7 @@ def refused(text: str) -> str:
 @pytest.mark.parametrize("full", [False, True])
 def test_rail_optimised_fabric(full: bool) -> None:
     cluster = read_ibnetdiscover(rail_fabric(units=3, hosts=4, nics=8, spines=5).dump(full), "dump")
-    assert [it.name for it in cluster.nodes] == [f"gpu{u}-{h}" for u in range(3) for h in range(4)]
+    assert [node.name for node in cluster.nodes] == [f"gpu{u}-{h}" for u in range(3) for h in range(4)]
     for node in cluster.nodes:
         assert [nic.device for nic in node.nics] == [f"mlx5_{n}" for n in range(8)]
         assert [nic.id for nic in node.nics] == [f"NIC{n}" for n in range(8)]
@@ -41,7 +41,7 @@ def test_rail_optimised_fabric(full: bool) -> None:
         assert {(nic.gbit_s, nic.active, nic.layer) for nic in node.nics} == {(400.0, True, "infiniband")}
         assert len({nic.guid for nic in node.nics}) == 8
     switches = by_name(cluster)
-    assert {name for name, it in switches.items() if it.level == 1} == {f"spine{n}" for n in range(5)}
+    assert {name for name, switch in switches.items() if switch.level == 1} == {f"spine{n}" for n in range(5)}
     assert switches["leaf1-3"].nodes == tuple(f"gpu1-{h}" for h in range(4))
     assert switches["leaf1-3"].switches == ()
     assert set(switches["spine4"].switches) == {f"leaf{u}-{n}" for u in range(3) for n in range(8)}
@@ -55,13 +55,15 @@ def test_units_and_rails_of_a_rail_optimised_fabric() -> None:
     assert find_rails(cluster) == {f"leaf{u}-{n}": (f"mlx5_{n}",) for u in range(3) for n in range(8)}
     (top,) = build_units(cluster)
     assert top.switches == tuple(f"spine{n}" for n in range(5))
-    assert [(it.level, it.nodes) for it in top.units] == [(0, [f"gpu{u}-{h}" for h in range(4)]) for u in range(3)]
+    assert [(unit.level, unit.nodes) for unit in top.units] == [
+        (0, [f"gpu{u}-{h}" for h in range(4)]) for u in range(3)
+    ]
     assert find_paths(cluster)["gpu1-2"] == ("spine[0-4]", "leaf1-[0-7]")
 
 
 def test_three_levels_and_their_units() -> None:
     cluster = read_ibnetdiscover(three_levels(pods=3, leaves=2, hosts=2).dump(), "dump")
-    levels = {it.name: it.level for it in cluster.switches}
+    levels = {switch.name: switch.level for switch in cluster.switches}
     assert {name: level for name, level in levels.items() if name.startswith("leaf")} == dict.fromkeys(
         [f"leaf{p}-{n}" for p in range(3) for n in range(2)], 0
     )
@@ -82,7 +84,7 @@ def test_hosts_that_share_a_leaf_only_through_others_are_one_unit() -> None:
             fabric.adapter(f"{host} mlx5_0")
     cluster = read_ibnetdiscover(fabric.dump(), "dump")
     assert find_scalable_units(cluster) == (("a", "b"), ("c",), ("d",))
-    assert [it.nics[0].active for it in cluster.nodes] == [True, True, True, False]
+    assert [node.nics[0].active for node in cluster.nodes] == [True, True, True, False]
     assert find_rails(cluster)["leaf1"] == ("mlx5_1", "mlx5_0")
 
 
@@ -95,8 +97,8 @@ def test_one_adapter_with_two_ports() -> None:
     fabric.cable(leaves[1], one, "4xEDR", ports=(9, 2))
     cluster = read_ibnetdiscover(fabric.dump(), "dump")
     first, second = cluster.nodes
-    assert [(it.gbit_s, it.switches) for it in first.nics] == [(156.0, ("a", "b"))]
-    assert [(it.gbit_s, it.switches) for it in second.nics] == [(100.0, ("b",))]
+    assert [(nic.gbit_s, nic.switches) for nic in first.nics] == [(156.0, ("a", "b"))]
+    assert [(nic.gbit_s, nic.switches) for nic in second.nics] == [(100.0, ("b",))]
     assert find_scalable_units(cluster) == (("n1", "n2"),)
 
 
@@ -109,8 +111,8 @@ def test_aggregation_nodes_and_routers_are_no_hosts() -> None:
         fabric.cable(switch, fabric.adapter("Mellanox Technologies Aggregation Node"))
     fabric.cable(spine, fabric.add("R", "router1", 2))
     cluster = read_ibnetdiscover(fabric.dump(), "dump")
-    assert [it.name for it in cluster.nodes] == ["n1"]
-    assert {it.name: it.level for it in cluster.switches} == {"leaf": 0, "spine": 1}
+    assert [node.name for node in cluster.nodes] == ["n1"]
+    assert {switch.name: switch.level for switch in cluster.switches} == {"leaf": 0, "spine": 1}
 
 
 def test_adapters_without_a_host_name_are_grouped_by_system_image() -> None:
@@ -122,7 +124,7 @@ def test_adapters_without_a_host_name_are_grouped_by_system_image() -> None:
     fabric.cable(leaf, fabric.adapter("MT4129 ConnectX7 Mellanox Technologies", system=0xDEF))
     for system in (0x111, 0x222):
         fabric.cable(leaf, fabric.adapter("localhost mlx5_0", system=system))
-    nodes = {it.name: len(it.nics) for it in read_ibnetdiscover(fabric.dump(), "dump").nodes}
+    nodes = {node.name: len(node.nics) for node in read_ibnetdiscover(fabric.dump(), "dump").nodes}
     assert nodes == {f"{0xABC:016x}": 2, "n1": 2, f"{0x111:016x}": 1, f"{0x222:016x}": 1}
 
 
@@ -135,7 +137,7 @@ def test_two_hosts_of_one_name_are_told_apart() -> None:
             fabric.cable(leaf, fabric.adapter(f"image HCA-{n}", system=system))
     for n in (1, 1, 2, 3):
         fabric.cable(leaf, fabric.adapter(f"real HCA-{n}"))
-    nodes = {it.name: len(it.nics) for it in read_ibnetdiscover(fabric.dump(), "dump").nodes}
+    nodes = {node.name: len(node.nics) for node in read_ibnetdiscover(fabric.dump(), "dump").nodes}
     assert nodes == {f"{1:016x}": 2, f"{2:016x}": 2, "real": 4}
 
 
@@ -177,8 +179,8 @@ def test_switch_names_are_unique() -> None:
     names += ["MF0;plain", "MF0; spaced name:M/U1"]
     switches = [fabric.switch(name) for name in names]
     fabric.adapter("n1 HCA-1")
-    found = [it.name for it in read_ibnetdiscover(fabric.dump(), "dump").switches]
-    guids = [it.id[2:] for it in switches]
+    found = [switch.name for switch in read_ibnetdiscover(fabric.dump(), "dump").switches]
+    guids = [switch.id[2:] for switch in switches]
     assert found == [
         *("chassis:CS8500/S01/U1", "chassis:CS8500/L01/U1", guids[2], "leaf-7", guids[4], guids[5], guids[6], guids[7]),
         *("plain", "spaced name"),
@@ -190,7 +192,7 @@ def test_names_that_the_site_gave_to_switches() -> None:
     leaf = fabric.switch("SwitchX Mellanox Technologies")
     fabric.cable(leaf, fabric.adapter("n1 HCA-1"))
     cluster = read_ibnetdiscover(fabric.dump(node_map={leaf.guid: "rack1-leaf"}), "dump")
-    assert [it.name for it in cluster.switches] == ["rack1-leaf"]
+    assert [switch.name for switch in cluster.switches] == ["rack1-leaf"]
     assert cluster.nodes[0].nics[0].switches == ("rack1-leaf",)
 
 
@@ -213,7 +215,7 @@ def test_back_to_back_hosts() -> None:
     fabric = FakeFabric()
     fabric.cable(fabric.adapter("n1 HCA-1"), fabric.adapter("n2 HCA-1"))
     cluster = read_ibnetdiscover(fabric.dump(), "dump")
-    assert [(it.name, it.nics[0].switches) for it in cluster.nodes] == [("n1", ()), ("n2", ())]
+    assert [(node.name, node.nics[0].switches) for node in cluster.nodes] == [("n1", ()), ("n2", ())]
     assert cluster.switches == ()
 
 
@@ -223,7 +225,7 @@ def test_switches_without_hosts() -> None:
     assert "no adapter of a host" in refused(fabric.dump())
     fabric.cable(fabric.switch("MF0;c:X/U1"), fabric.adapter("n HCA-1"))
     found = read_ibnetdiscover(fabric.dump(), "dump").switches
-    assert [(it.name, it.level, it.nodes, it.switches) for it in found] == [
+    assert [(switch.name, switch.level, switch.nodes, switch.switches) for switch in found] == [
         ("a", 0, (), ()),
         ("b", 0, (), ()),
         ("c", 0, ("n",), ()),
@@ -235,7 +237,7 @@ def test_net_file_of_the_simulator() -> None:
     for device in fabric.devices:
         device.name = device.name.removeprefix("MF0;").split(":")[0].split()[0]
     cluster, original = read_ibnetdiscover(fabric.net(), "net"), read_ibnetdiscover(three_levels().dump(), "dump")
-    assert {it.name for it in cluster.nodes} == {it.name for it in original.nodes}
+    assert {node.name for node in cluster.nodes} == {node.name for node in original.nodes}
     assert by_name(cluster).keys() == by_name(original).keys()
     for name, switch in by_name(original).items():
         counted = tuple(replace(trunk, gbit_s=None) for trunk in switch.uplinks)  # net files have no rates
@@ -287,13 +289,15 @@ def test_part_of_a_subnet() -> None:
     text = three_levels().dump()
     records = text.split("\n\n")
     leaf = next(
-        it for it in records if it.startswith("vendid") and "Switch\t40" in it and "leaf0-1" in it.split("[1]")[0]
+        record
+        for record in records
+        if record.startswith("vendid") and "Switch\t40" in record and "leaf0-1" in record.split("[1]")[0]
     )
     cluster = read_ibnetdiscover(f"{records[0]}\n\n{leaf}\n", "dump")
     (switch,) = cluster.switches
     assert (switch.name, switch.level, switch.nodes, switch.switches) == ("leaf0-1", 0, ("node010", "node011"), ())
     assert [(trunk.cables, trunk.gbit_s) for trunk in switch.uplinks] == [(1, 200.0), (1, 200.0)]
-    assert [(it.name, it.nics[0].gbit_s) for it in cluster.nodes] == [("node010", 200.0), ("node011", 200.0)]
+    assert [(node.name, node.nics[0].gbit_s) for node in cluster.nodes] == [("node010", 200.0), ("node011", 200.0)]
 
 
 def test_hosts_of_a_leaf_without_a_record() -> None:
@@ -301,7 +305,7 @@ def test_hosts_of_a_leaf_without_a_record() -> None:
     text = three_levels().dump()
     adapters = text[text.index("vendid", text.index('Switch\t40 "S-', text.rindex("Switch\t"))) :]
     cluster = read_ibnetdiscover(adapters, "dump")
-    assert {it.name: it.nodes for it in cluster.switches} == {
+    assert {switch.name: switch.nodes for switch in cluster.switches} == {
         f"leaf{p}-{n}": (f"node{p}{n}0", f"node{p}{n}1") for p in range(2) for n in range(2)
     }
 
@@ -310,7 +314,7 @@ def test_a_level_that_is_not_told() -> None:
     """A core next to a spine without a record might be level 1 as well as 2."""
     gone = [f'# "{name}' for name in ("MF0;spine1", "MF0;leaf1", "node1")]
     records = three_levels(pods=2).dump().split("\n\n")
-    kept = [it for it in records if not any(name in it.split("\n[")[0] for name in gone)]
+    kept = [record for record in records if not any(name in record.split("\n[")[0] for name in gone)]
     assert "have no whole record" in refused("\n\n".join(kept))
 
 
@@ -328,19 +332,19 @@ def test_ends_that_disagree() -> None:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (lambda it: it.replace("Switch\t40", "Swtch\t40", 3), "not understood"),
-        (lambda it: it[it.index("\n[") + 1 :], "began before the file"),
-        (lambda it: it.replace('"[1]', '"', 1), "is missing"),
-        (lambda it: it.replace("\n[1]", "\n[41]", 1), "expected 1 to 40"),
-        (lambda it: it.replace("\n[1]", "\n[0]", 1), "expected 1 to 40"),
-        (lambda it: it.replace("\n[2]", "\n[1]", 1), "expected one cable a port"),
-        (lambda it: it.replace('40 "S-', '40 "H-', 1), "the kind that its letter says"),
-        (lambda it: it.replace(' enhanced port 0', '\nwhat is this', 1), "not understood"),
-        (lambda it: it[: it.rindex('"')], "a name that does not end"),
-        (lambda it: it[: it.index("[", it.rindex('"S-')) + 1], "cut off or misspelt"),
-        (lambda it: it[: it.index("Switch")], "ends before any device"),
-        (lambda it: it.replace("node000", "-_" * 5000), "expected at most 1000"),
-        (lambda it: "module \"x\"\n" + it, "command of ibsim"),
+        (lambda dump: dump.replace("Switch\t40", "Swtch\t40", 3), "not understood"),
+        (lambda dump: dump[dump.index("\n[") + 1 :], "began before the file"),
+        (lambda dump: dump.replace('"[1]', '"', 1), "is missing"),
+        (lambda dump: dump.replace("\n[1]", "\n[41]", 1), "expected 1 to 40"),
+        (lambda dump: dump.replace("\n[1]", "\n[0]", 1), "expected 1 to 40"),
+        (lambda dump: dump.replace("\n[2]", "\n[1]", 1), "expected one cable a port"),
+        (lambda dump: dump.replace('40 "S-', '40 "H-', 1), "the kind that its letter says"),
+        (lambda dump: dump.replace(' enhanced port 0', '\nwhat is this', 1), "not understood"),
+        (lambda dump: dump[: dump.rindex('"')], "a name that does not end"),
+        (lambda dump: dump[: dump.index("[", dump.rindex('"S-')) + 1], "cut off or misspelt"),
+        (lambda dump: dump[: dump.index("Switch")], "ends before any device"),
+        (lambda dump: dump.replace("node000", "-_" * 5000), "expected at most 1000"),
+        (lambda dump: "module \"x\"\n" + dump, "command of ibsim"),
     ],
 )  # fmt: skip
 def test_refused(change: object, what: str) -> None:

@@ -34,13 +34,13 @@ def explain(logs: Path) -> str:
     return error.line
 
 
-def test_it_is_the_task_that_left_no_word(logs: Path) -> None:
+def test_the_task_that_recorded_no_failure_is_named(logs: Path) -> None:
     fail(logs, 0, PEER)
     fail(logs, 2, PEER)
     assert explain(logs) == "task 1 on node1 was ended from outside: Out Of Memory"
 
 
-def test_on_the_node_of_which_it_is_said(logs: Path) -> None:
+def test_only_tasks_of_the_node_that_srun_names_are_blamed(logs: Path) -> None:
     fail(logs, 0, PEER)
     hosts = ("node1.cluster", "node2.cluster", "node1.cluster")
     ranks = ", ".join(f'{{"rank": {2 - task}, "process": {task}, "host": "{host}"}}' for task, host in enumerate(hosts))
@@ -48,7 +48,7 @@ def test_on_the_node_of_which_it_is_said(logs: Path) -> None:
     assert explain(logs) == "task 2 on node1 was ended from outside: Out Of Memory"
 
 
-def test_where_only_a_child_of_a_task_was_ended_the_task_speaks_and_the_memory_is_named(logs: Path) -> None:
+def test_a_killed_child_process_is_told_by_its_task_with_the_memory(logs: Path) -> None:
     for task in range(3):
         fail(logs, task, RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."))
     assert explain(logs) == (
@@ -57,7 +57,7 @@ def test_where_only_a_child_of_a_task_was_ended_the_task_speaks_and_the_memory_i
     )
 
 
-def test_of_an_exception_with_more_below_its_line_is_told(logs: Path) -> None:
+def test_only_the_first_line_of_an_exception_is_shown(logs: Path) -> None:
     (logs / "srun.err").unlink()
     fail(logs, 0, PEER)
     assert explain(logs) == "task 0 on node1 failed first: RuntimeError: Connection closed by peer [127.0.0.1]:15596"

@@ -69,7 +69,7 @@ def test_every_layout_drops_the_same(name: str, elsewhere: Elsewhere) -> None:
     check_case(CASES[name], elsewhere)
 
 
-def test_that_is_not_what_comes_out_without() -> None:
+def test_dropout_changes_the_losses() -> None:
     assert not np.allclose(truth("llama-dropout")[0].losses, truth("llama")[0].losses, rtol=1e-3)
 
 
@@ -175,7 +175,7 @@ def test_ranks_know_where_their_positions_stand(balanced: bool) -> None:
     assert sorted(found) == list(range(4 * tp * cp))
 
 
-def test_outside_of_an_engine_it_is_torchs() -> None:
+def test_without_an_engine_the_masks_are_torchs() -> None:
     torch.manual_seed(0)
     layer, x = Dropout(0.5), torch.ones(3, 4, 5)
     out = layer(x)
@@ -184,7 +184,7 @@ def test_outside_of_an_engine_it_is_torchs() -> None:
     assert torch.equal(layer.eval()(x), x)
 
 
-def test_nothing_of_it_depends_on_how_samples_are_cut() -> None:
+def test_the_mask_does_not_depend_on_how_samples_are_cut() -> None:
     whole, part = _dropped(_site(rows=8), 0.5, 8, 6, 5), _dropped(_site(first=5, rows=3), 0.5, 3, 6, 5)
     assert torch.equal(whole[5:], part)
 
