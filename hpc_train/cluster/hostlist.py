@@ -107,8 +107,8 @@ class _Item:
         return sum(map(len, self.literals)) + sum(group.width for group in self.groups)
 
     def names(self) -> Iterator[str]:
-        # Slurm turns the last group fastest, then the first, the second, ...: the outer groups in reverse give product
-        # that order.
+        # Slurm turns the last group fastest, then the first, the second,
+        # ...: the outer groups in reverse give product that order.
         *outer, last = [group.numbers() for group in self.groups] or [("",)]
         after = "".join(self.literals[len(outer) + 1 :])
         for chosen in product(*reversed(outer)):

@@ -228,8 +228,8 @@ def list_nodes_under(unit: SwitchUnit) -> Iterator[str]:
 
 
 def _join_level(forest: _Forest, switches: Sequence[Switch], level: int, compute: Collection[str]) -> None:
-    # Switches are grouped by compute nodes (and units) only: a storage server may be on any leaf and would join
-    # strangers.
+    # Switches are grouped by compute nodes (and units) only: a
+    # storage server may be on any leaf and would join strangers.
     contents = [dict.fromkeys(_list_contents(switch, forest)) for switch in switches]
     counted = [
         frozenset(thing for thing in things if not isinstance(thing, str) or thing in compute) for things in contents

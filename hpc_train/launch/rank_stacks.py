@@ -115,8 +115,8 @@ def describe_stacks(stacks: Iterable[RankStack]) -> str:
     for stack in stacks:
         groups.setdefault(str(stack.place), []).append(stack.name)
     waiting = {stack.place for stack in stacks if stack.waits}
-    # Ranks that do not wait come first, then small groups: in a hang most ranks wait in the same collective for one
-    # that does not.
+    # Ranks that do not wait come first, then small groups: in a hang
+    # most ranks wait in the same collective for one that does not.
     shown = sorted(groups.items(), key=lambda pair: (pair[0] in waiting, len(pair[1])))
     more = f"; and {len(shown) - _MAX_PLACES} more places" if len(shown) > _MAX_PLACES else ""
     return "; ".join(f"{join_first(names, _MAX_RANKS)} was in {place}" for place, names in shown[:_MAX_PLACES]) + more

@@ -189,8 +189,8 @@ def _take_lock(descriptor: int, lock: Path) -> bool:
     """Take the lock; return whether it is ours, and still the file that others find."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # The holder before may have deleted the file between our open and our lock; then others make and lock a new
-        # one.
+        # The holder before may have deleted the file between our open
+        # and our lock; then others make and lock a new one.
         return os.fstat(descriptor).st_ino == lock.stat().st_ino
     except (BlockingIOError, FileNotFoundError):
         return False

@@ -27,8 +27,8 @@ only."""
 DEFAULT_INSIDE = 1e10
 """Assumed bandwidth between ranks of a node whose links are unknown, bytes/s."""
 
-# Seconds of a hop: NCCL's own tuning constants (src/graph/tuning.cc, ring, protocol Simple); `none` and sockets: a TCP
-# message.
+# Seconds of a hop: NCCL's own tuning constants (src/graph/tuning.cc,
+# ring, protocol Simple); `none` and sockets: a TCP message.
 _INSIDE_LATENCY = {"nvlink": 3.4e-6, "nvswitch": 3.4e-6, "xgmi": 3.4e-6, "pcie": 5.7e-6, "none": 2e-5}
 _NETWORK_LATENCY = 1.4e-5
 _SOCKET_LATENCY = 5e-5

@@ -117,8 +117,8 @@ def _estimate_standard_error(table: StepTable | None) -> float:
     if table is None:
         return 0.0
     steps = np.nanmean(table["total"] - np.nan_to_num(table["evaluate"]), axis=0)
-    # Neighbouring steps are alike, so single steps would make the error look too small; means of groups are nearly
-    # independent.
+    # Neighbouring steps are alike, so single steps would make the
+    # error look too small; means of groups are nearly independent.
     groups = [float(np.nanmean(group)) for group in np.array_split(steps, min(10, len(steps))) if len(group)]
     return float(np.std(groups, ddof=1) / np.sqrt(len(groups))) if len(groups) > 1 else 0.0
 

@@ -129,8 +129,8 @@ _MPI_POLL_SECONDS = 0.002
 def publish_process_info(task: Task, local_info: ProcessInfo) -> None:
     """Publish this process's ProcessInfo under a key of its node, so that process 0 reads one key per node."""
     store = _require_store(task)
-    # One key per node instead of one per process: process 0 of a large job then makes hundreds of reads, not tens of
-    # thousands.
+    # One key per node instead of one per process: process 0 of a
+    # large job then makes hundreds of reads, not tens of thousands.
     append_to(store, _name_node_key(task.node), asdict(local_info))
     arrive_at_gate(store, _FACTS_GATE, task.processes)
 

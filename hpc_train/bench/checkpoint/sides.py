@@ -273,8 +273,8 @@ def _list_transformer_shapes(size: int) -> TensorShapes:
 
 def _random_tensor(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """Make a tensor of random bits without the largest exponents, so that all values are finite."""
-    # Random bits do not compress, as trained weights hardly do; the mask clears the sign and the top bit of the
-    # exponent.
+    # Random bits do not compress, as trained weights hardly do;
+    # the mask clears the sign and the top bit of the exponent.
     bits, mask = (torch.int16, 0x3FFF) if dtype is torch.bfloat16 else (torch.int32, 0x3FFFFFFF)
     return torch.empty(shape, dtype=bits).random_(generator=generator).bitwise_and_(mask).view(dtype)
 

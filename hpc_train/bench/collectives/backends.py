@@ -74,8 +74,8 @@ def ring_all_reduce(wire: PointToPoint, buffer: Tensor, scratch: Tensor) -> None
     ranks, rank = wire.size, wire.index
     parts, to, source = buffer.tensor_split(ranks), (rank + 1) % ranks, (rank - 1) % ranks
     for step in range(ranks - 1):
-        # In each step a rank passes on the part that it has just added to; after ranks - 1 steps it has one complete
-        # sum.
+        # In each step a rank passes on the part that it has just
+        # added to; after ranks - 1 steps it has one complete sum.
         chunk = parts[(rank - step - 1) % ranks]
         incoming = scratch[: chunk.numel()]
         wire.exchange(parts[(rank - step) % ranks], to, incoming, source)
@@ -237,8 +237,8 @@ class _MpiWire:
     def exchange(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> None:
         requests = []
         if received is not None:
-            # The receive is posted before the send: two ranks that send large messages first could wait for one
-            # another.
+            # The receive is posted before the send: two ranks that send
+            # large messages first could wait for one another.
             requests.append(self._ranks.Irecv(received.numpy(), source))
         if sent is not None:
             requests.append(self._ranks.Isend(sent.numpy(), to))

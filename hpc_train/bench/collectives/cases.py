@@ -110,8 +110,8 @@ class CaseMaker:
         """Build the case of one collective."""
         buffers, shape, index = self._get_buffers(cell.backend.device), cell.shape, cell.group.index
         sent, received = buffers.sent[: shape.sent], buffers.received[: shape.received]
-        # Connections are made once per group and reused: a new one for each size would take longer than the
-        # measurement.
+        # Connections are made once per group and reused: a new one
+        # for each size would take longer than the measurement.
         connection = self._connect(cell.backend, cell.group)
         return TimedCase(
             _make_call(cell, connection, sent, received, buffers.scratch),

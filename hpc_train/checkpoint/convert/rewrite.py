@@ -114,8 +114,8 @@ class BlockWriter:
         at = 0
         while at < len(data):
             block, inside = divmod(place + at, BLOCK_BYTES)
-            # Whole blocks go straight to the disk; only the first and the last part of a tensor wait for their
-            # neighbours.
+            # Whole blocks go straight to the disk; only the first and the
+            # last part of a tensor wait for their neighbours.
             whole_blocks = (len(data) - at) // BLOCK_BYTES * BLOCK_BYTES
             size = whole_blocks if whole_blocks and not inside else min(BLOCK_BYTES - inside, len(data) - at)
             if size >= BLOCK_BYTES:
@@ -364,8 +364,8 @@ def _distribute(shard: TensorShard, goals: list[_Destination]) -> None:
             continue
         part = shard.local[make_slices(common.start_in(slab), common.shape)].contiguous()
         at = 0
-        # Row-major place of the first element: a slab covers all of the inner dimensions, so its elements are
-        # contiguous.
+        # Row-major place of the first element: a slab covers all of
+        # the inner dimensions, so its elements are contiguous.
         for start, size in zip(common.start_in(goal.rectangle), goal.rectangle.shape, strict=True):
             at = at * size + start
         data: Any = part.reshape(-1).view(torch.uint8).numpy()

@@ -200,9 +200,9 @@ def _estimate_entropy(plane: _Bytes) -> float:
 
 def _compress_plane(plane: _Bytes, bits: float) -> bytes:
     """Compress a plane into whole deflate blocks that end at a byte boundary. bits: entropy per byte."""
-    # Searching for repeated strings finds nothing in numbers and takes most of deflate's time, so only codes for
-    # frequent bytes are used, and run lengths if there are long runs. Z_SYNC_FLUSH ends at a byte, so planes can be
-    # joined.
+    # Searching for repeated strings finds nothing in numbers and takes most of
+    # deflate's time, so only codes for frequent bytes are used, and run lengths if
+    # there are long runs. Z_SYNC_FLUSH ends at a byte, so planes can be joined.
     how = zlib.Z_RLE if bits < _RUNS else zlib.Z_HUFFMAN_ONLY
     coder = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL, how)
     return coder.compress(plane.data) + coder.flush(zlib.Z_SYNC_FLUSH)

@@ -123,8 +123,8 @@ class ShardReader:
     def _read(self, shard: _OpenShard, begin: int, size: int, memory: memoryview, then: OnVerified) -> None:
         """Read and verify bytes as they are stored."""
         if shard.direct and self._read_directly(shard, begin, size, memory):
-            # The disk's part is done, without a slot: only hashing is bounded, so that many threads may wait for the
-            # disk.
+            # The disk's part is done, without a slot: only hashing is
+            # bounded, so that many threads may wait for the disk.
             with self._slots_beside_io:
                 self._verify_parts(shard, begin, memory[:size], then)
             return

@@ -348,8 +348,8 @@ class StreamingCheck:
         memory, size = self._slots.memory, self._slots.image.size
         for low in range(begin, end, CACHE_BYTES):
             high = min(low + CACHE_BYTES, end)
-            # Fill, hash and check one part after the other, so that it is read from memory once and then from the
-            # cache.
+            # Fill, hash and check one part after the other, so that it is
+            # read from memory once and then from the cache.
             self._fill(low, high)
             digests += digest_blocks(memory[low : min(high, size)])
             if not self._in_doubt and not self._is_finite(low, high):

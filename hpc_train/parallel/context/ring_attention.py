@@ -109,8 +109,8 @@ _compiled_attend.register_autograd(_backward, setup_context=_save_for_backward)
 
 def _attend(q: Tensor, kv: Tensor, schedule: RingSchedule) -> tuple[Tensor, Tensor]:
     """Return the attention, shaped as q, and the log-sum-exp of all scores of each query, in the accumulation dtype."""
-    # In memory the result is (B, T, heads, d), which the output layer reads, so that both save the same tensor for
-    # backward.
+    # In memory the result is (B, T, heads, d), which the output
+    # layer reads, so that both save the same tensor for backward.
     out = torch.empty_like(
         q.transpose(1, 2), dtype=get_accumulation_dtype(q.dtype), memory_format=torch.contiguous_format
     ).transpose(1, 2)

@@ -213,8 +213,8 @@ class _Reader:
             raise ForbiddenError("a name that is not text")
         if (module, name) not in self._allowed:
             raise ForbiddenError(f"Unsupported global: {_printable(module)}.{_printable(name)}")
-        # One object for a name, however often it comes: pickles of large models name the same functions a million
-        # times.
+        # One object for a name, however often it comes: pickles of
+        # large models name the same functions a million times.
         self._push(self._names.setdefault((module, name), PickledName(module, name)))
 
     def _call(self, function: Any, args: Any) -> None:
