@@ -126,7 +126,7 @@ def test_lines_of_libraries_stay_where_they_were_printed(run: Path, capsys: pyte
     assert lines[1]["level"] == "warning"
 
 
-def test_runs_of_earlier_versions_have_no_times(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_without_records_have_no_times(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run / "logs" / "0"
     write_rank(folder, 0, None, "a\nb\nonly 0\n")
     write_rank(folder, 1, None, "a\nb\n")
