@@ -146,7 +146,7 @@ def test_links_inside_stay_links_and_none_leads_out(
     (repository / "leaks").symlink_to("../elsewhere")
     taken = take()
     assert theirs(taken) == {"my_models.py", "helper.py", "pkg/a.py", "inside", "pkg/b.py"}
-    assert "not in it, as they lead out of" in capsys.readouterr().out
+    assert "links left out, as they lead out of" in capsys.readouterr().out
     taken.store()
     tree = Path(taken.python_path[-1])
     assert str((tree / "inside").readlink()) == "pkg"

@@ -24,7 +24,7 @@ ALWAYS = {
     "metrics",  # what evaluations add up
     "optimizer_step",
     "optimizers.parameter_groups",  # what is decayed
-    "precision",
+    "precision.number_formats",
     "user_model",
 }
 BATCH_NORM = "data_parallel.batch_norm"
