@@ -7,6 +7,7 @@ from typing import Any
 from hpc_train.config.compose import compose
 from hpc_train.config.keys.groups import SCHEMAS, find_option_files, find_option_type, read_default_options
 from hpc_train.config.keys.overrides import format_override_value
+from hpc_train.config.model import HfModelConfig
 from hpc_train.config.plain_config import config_to_dict, flatten_settings
 from hpc_train.config.run import RunConfig
 
@@ -31,7 +32,7 @@ def list_overrides(config: RunConfig) -> list[str]:
     choices = [f"{group}={option}" for group, option in options.items() if option != default[group] or group in always]
     # These have no value before somebody gives one.
     given = [f"{group}.name={format_override_value(named[group])}" for group in named if options[group] == "custom"]
-    if options["model"] == "hf":
+    if isinstance(config.model, HfModelConfig):
         given.append(f"model.path={format_override_value(config.model.path)}")
     base = flatten_settings(config_to_dict(compose([*choices, *given])))
     wanted = flatten_settings(config_to_dict(config))
