@@ -35,6 +35,8 @@ def check(sinfo: Answer, *overrides: str) -> None:
 
     def ask(command: Sequence[str]) -> Answer:
         assert command[0] == "sinfo"
+        if command[-1] == "--nodes=node[1-3],gone":  # as recorded: a node that is not there is not counted
+            return Answer(0, RECORDED.replace("|4|", "|3|"))
         return sinfo
 
     check_partition(config, make_request(config, folder), ask)
@@ -101,6 +103,16 @@ def test_what_does_not_fit_and_what_would(overrides: list[str], message: str) ->
         check(Answer(0, SITE), *overrides)
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_excluded_nodes_leave_enough() -> None:
+    check(Answer(0, RECORDED), "cluster.nodes=1", "launch.exclude='node[1-3],gone'")
+    with pytest.raises(UserError) as refused:
+        check(Answer(0, RECORDED), "cluster.nodes=2", "launch.exclude='node[1-3],gone'")
+    assert str(refused.value) == (
+        "launch.exclude=node[1-3],gone: leaves 1 of the 4 nodes of partition batch, and this run needs 2; exclude "
+        "fewer, or use a smaller cluster.nodes"
+    )
 
 
 @pytest.mark.parametrize(

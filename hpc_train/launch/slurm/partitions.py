@@ -83,6 +83,24 @@ def check_partition(config: RunConfig, request: JobRequest, ask: RunClient) -> N
         raise UserError(f"launch.partition={names}: invalid partition; this cluster has {existing}")
     if chosen:
         _check_hardware(config, request, chosen, everything)
+        _check_excluded(config, request, chosen, ask)
+
+
+def _check_excluded(config: RunConfig, request: JobRequest, chosen: Sequence[PartitionNodes], ask: RunClient) -> None:
+    """Raise UserError if launch.exclude leaves fewer nodes of the one chosen partition than the job needs."""
+    names, needed = {kind.partition for kind in chosen}, request.nodes + request.spares
+    if not config.launch.exclude or len(names) > 1:
+        return
+    (name,) = names
+    answer = ask((*SINFO_COMMAND, f"--nodes={config.launch.exclude}"))
+    excluded = [kind for kind in parse_sinfo(answer.out) if kind.partition == name] if answer.code == 0 else []
+    nodes = sum(kind.nodes for kind in chosen)
+    left = nodes - sum(kind.nodes for kind in excluded)
+    if left < needed:
+        raise UserError(
+            f"launch.exclude={config.launch.exclude}: leaves {left} of the {nodes} nodes of partition {name}, and this "
+            f"run needs {needed}; exclude fewer, or use a smaller cluster.nodes"
+        )
 
 
 def _check_hardware(
