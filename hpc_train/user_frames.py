@@ -30,7 +30,7 @@ def list_user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     If there are none, return those in installed packages that are neither ours nor torch's: a model may come from one.
     """
     frames = [frame for frame in _walk_frames(error) if not frame.filename.startswith(("<", _OURS))]
-    own = [frame for frame in frames if not _resolve_path(frame.filename).startswith(_INSTALLED)]
+    own = [frame for frame in frames if not os.path.realpath(frame.filename).startswith(_INSTALLED)]
     return own or [frame for frame in frames if _is_package_of_models(frame.filename)]
 
 
@@ -56,10 +56,6 @@ def _list_from_cause(error: BaseException) -> list[BaseException]:
         chain.insert(0, raised)
         raised = raised.__cause__
     return chain
-
-
-def _resolve_path(path: str) -> str:
-    return os.path.realpath(path)
 
 
 def find_root_cause(error: BaseException) -> BaseException:

@@ -18,7 +18,8 @@ from hpc_train.doctor.findings import Finding, fail_check, pass_check, warn_chec
 from hpc_train.errors import UserError
 from hpc_train.messages import all_gather_values
 from hpc_train.placement.cost.cost_model import estimate_cost
-from hpc_train.placement.fabric_from_config import build_fabric
+from hpc_train.placement.fabric_from_config import build_located_fabric
+from hpc_train.placement.node_locations import NodeLocations
 from hpc_train.resilience.preflight import Preflight, find_outliers
 from hpc_train.timing import time_calls
 from hpc_train.traffic.axes import Flow
@@ -93,7 +94,7 @@ def predict_seconds(
     axes = tuple(name for name in AXES if getattr(degrees, name) > 1) if axis == WORLD_AXIS else (axis,)
     flow = Flow(axes, "all_reduce", size, 1, "probe")
     try:
-        fabric = build_fabric(config, nodes, each)
+        fabric = build_located_fabric(config, NodeLocations(tuple(nodes)), each)
         seconds = estimate_cost(fabric, asdict(degrees), [flow], backend="nccl" if device == "cuda" else "gloo").total
     except UserError:
         return None

@@ -122,21 +122,13 @@ def _format_fewer_straddling(fabric: Fabric, table: StraddlingTable) -> str:
     return ", ".join(parts)
 
 
-FIRST_SLURM_WITH_SEGMENT = (24, 5)
-"""Version of Slurm whose sbatch has --segment, for topology/block."""
-
-
 def advise_allocation(
-    fabric: Fabric,
-    sizes: Mapping[str, int],
-    flows: Sequence[Flow],
-    placement: Placement,
-    slurm: tuple[int, int] | None = None,
+    fabric: Fabric, sizes: Mapping[str, int], flows: Sequence[Flow], placement: Placement
 ) -> tuple[str, ...]:
     """Advise on every axis whose groups, as placed, straddle an oversubscribed level that could hold them.
 
     Only axes whose groups lie on neighbouring nodes of the mesh count: an outer axis crosses so that inner ones need
-    not. slurm: version of the cluster's Slurm as (year, month); None: not known.
+    not.
     """
     groups = {format_axes(flow.axes): list_rows(sizes, flow.axes, fabric.ranks_per_node) for flow in flows}
     order, narrow = np.array(placement.nodes)[None], set(find_tapered_levels(fabric))
@@ -144,7 +136,7 @@ def advise_allocation(
     for groups_of_level in find_crossable_groups(fabric, groups):
         straddle = int(groups_of_level.count_straddling_by_order(fabric, order)[0])
         if straddle and groups_of_level.level in narrow and _are_neighbours(groups_of_level):
-            lines.append(_format_advice(fabric, groups_of_level, straddle, slurm))
+            lines.append(_format_advice(fabric, groups_of_level, straddle))
     return tuple(lines)
 
 
@@ -165,7 +157,7 @@ def _are_neighbours(groups: CrossableGroups) -> bool:
     return bool((groups.rows[:, -1] - groups.rows[:, 0] + 1 == groups.spread).all())
 
 
-def _format_advice(fabric: Fabric, groups: CrossableGroups, straddle: int, slurm: tuple[int, int] | None) -> str:
+def _format_advice(fabric: Fabric, groups: CrossableGroups, straddle: int) -> str:
     level, nodes = fabric.levels[groups.level].name, int(groups.spread.max())
     several = f"several {pluralise_level(level)}"
     what = f"{straddle} of {groups.count} {groups.axis} groups ({nodes} nodes each) lie in {several}"
@@ -173,17 +165,13 @@ def _format_advice(fabric: Fabric, groups: CrossableGroups, straddle: int, slurm
     if not least:
         return f"{what}: the other axes weigh more; a smaller degree of {groups.axis} would fit"
     why = f"no permutation can fix it (in any order of these nodes at least {least} do)"
-    return f"{what}: {why}; {_format_request(fabric, groups, slurm)}"
+    return f"{what}: {why}; {_format_request(fabric, groups)}"
 
 
-def _format_request(fabric: Fabric, groups: CrossableGroups, slurm: tuple[int, int] | None) -> str:
+def _format_request(fabric: Fabric, groups: CrossableGroups) -> str:
     level, nodes = fabric.levels[groups.level], int(groups.spread.max())
     if level.name == "domain":
-        if slurm is None:
-            return f"ask for --segment={nodes} (topology/block, Slurm 24.05 or newer), or for a smaller {groups.axis}"
-        if slurm >= FIRST_SLURM_WITH_SEGMENT:
-            return f"ask for --segment={nodes}"
-        return f"this Slurm has no --segment: ask for nodes by name (--nodelist), or for a smaller {groups.axis}"
+        return f"ask for --segment={nodes} (topology/block, Slurm 24.05 or newer), or for a smaller {groups.axis}"
     sizes = np.bincount(level.group)
     # As many leaves as would be needed if all were as full as the fullest.
     fewest = math.ceil(len(fabric.nodes) / int(sizes.max()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -140,22 +140,6 @@ def list_assumptions(cluster: ClusterConfig, node_gbit_s: float = 0.0) -> tuple[
 Floats = NDArray[np.float64]
 _CONTRADICTS = 0.1
 """Relative difference that counts as a contradiction; a few broken cables or an additional host do not."""
-
-
-def build_fabric(
-    config: RunConfig,
-    nodes: Sequence[str],
-    ranks_per_node: int,
-    paths: Mapping[str, Sequence[str]] | None = None,
-    domains: Mapping[str, str] | None = None,
-    unknown_taper: float = 1.0,
-) -> Fabric:
-    """Build the fabric of a job on `nodes` (launcher's order) from their switches and domains.
-
-    See build_located_fabric.
-    """
-    locations = NodeLocations(tuple(nodes), paths or {}, domains or {})
-    return build_located_fabric(config, locations, ranks_per_node, unknown_taper)
 
 
 def build_located_fabric(

@@ -31,6 +31,8 @@ from hpc_train.errors import UserError
 TopologyQuery = Callable[[], Cluster | None]
 """Returns what `scontrol show topology` says; None if it says nothing."""
 _SLURM = "Slurm"
+_MAX_NAMED = 6
+"""Nodes that a message names."""
 _NOTHING = "no source says which switches the nodes are on; give cluster.topology=FILE"
 
 
@@ -98,7 +100,8 @@ def locate_hosts(
             [] if shown is None else ["`scontrol show topology` puts the nodes elsewhere than SLURM_TOPOLOGY_ADDR does"]
         )
         blocks = {host.name: path[-1] for host, path in _select_block_hosts(hosts, addressed)}
-        return _make_locations(cluster, hosts, addressed, {}, blocks, {}, "SLURM_TOPOLOGY_ADDR", (*notes, *problems))
+        facts = _SourceFacts("SLURM_TOPOLOGY_ADDR", addressed, blocks=blocks, notes=(*notes, *problems))
+        return _make_locations(cluster, hosts, facts)
     return _locate_on_switches(cluster, hosts, shown, _SLURM, addressed)
 
 
@@ -150,51 +153,52 @@ def _locate_on_switches(
     paths = {name: path for name, path in named.items() if path} | {
         name: path for name, path in (addressed or {}).items() if not named.get(name)
     }
-    cliques, blocks = _find_cliques(topology), _find_blocks(topology)
-    return _make_locations(
-        cluster,
-        hosts,
-        paths,
-        _select_hosts(hosts, cliques),
-        _select_hosts(hosts, blocks),
-        find_uplinks(topology, compute),
-        source,
-        topology.notes,
-        topology,
+    facts = _SourceFacts(
+        source=source,
+        paths=paths,
+        cliques=_select_hosts(hosts, _find_cliques(topology)),
+        blocks=_select_hosts(hosts, _find_blocks(topology)),
+        uplinks=find_uplinks(topology, compute),
+        notes=topology.notes,
+        topology=topology,
     )
+    return _make_locations(cluster, hosts, facts)
 
 
-def _make_locations(
-    cluster: ClusterConfig,
-    hosts: Sequence[JobHost],
-    paths: Mapping[str, tuple[str, ...]],
-    cliques: Mapping[str, str],
-    blocks: Mapping[str, str],
-    uplinks: Mapping[tuple[str, ...], UnitUplink],
-    source: str,
-    notes: Sequence[str],
-    topology: Cluster | None = None,
-) -> NodeLocations:
-    """Put together what is known of the nodes, with remarks on those that are missing.
+@dataclass(frozen=True)
+class _SourceFacts:
+    """What one source says of the hosts of a job, by their names."""
 
-    paths, cliques, blocks: by name of the host. uplinks: by the path of a switch. topology: None: there is no file.
-    """
-    domains, about_domains = _choose_domains(cluster, hosts, cliques, blocks, topology)
+    source: str
+    paths: Mapping[str, tuple[str, ...]]
+    cliques: Mapping[str, str] = field(default_factory=dict)
+    blocks: Mapping[str, str] = field(default_factory=dict)
+    uplinks: Mapping[tuple[str, ...], UnitUplink] = field(default_factory=dict)
+    """By the path of a switch."""
+    notes: Sequence[str] = ()
+    topology: Cluster | None = None
+    """Everything that the source lists, if it is a file or scontrol."""
+
+
+def _make_locations(cluster: ClusterConfig, hosts: Sequence[JobHost], facts: _SourceFacts) -> NodeLocations:
+    """Put together what is known of the nodes, with remarks on those that are missing."""
+    paths, source, topology = facts.paths, facts.source, facts.topology
+    domains, about_domains = _choose_domains(cluster, hosts, facts)
     missing = tuple(host.name for host in hosts if not paths.get(host.name))
     about = [f"{source} does not say where {_name_some(missing)} is; taken to be alone on a switch"] if missing else []
     problem = None
     if not paths and not domains:
         reason = f"{source} names none of the nodes ({_name_some(missing)})" if topology is not None else _NOTHING
-        problem, about = ("; ".join([*notes, reason]) if topology is None else reason), []
+        problem, about = ("; ".join([*facts.notes, reason]) if topology is None else reason), []
     nics, rate = _find_usual_network(hosts, topology) if topology is not None else (0, 0.0)
     return NodeLocations(
         nodes=tuple(host.name for host in hosts),
         paths=paths,
         domains=domains,
         source=source,
-        uplinks=uplinks,
+        uplinks=facts.uplinks,
         missing=missing,
-        notes=(*notes, *about, *about_domains),
+        notes=(*facts.notes, *about, *about_domains),
         problem=problem,
         nics=nics,
         node_gbit_s=rate,
@@ -243,17 +247,14 @@ def _find_blocks(topology: Cluster) -> dict[str, str]:
 
 
 def _choose_domains(
-    cluster: ClusterConfig,
-    hosts: Sequence[JobHost],
-    cliques: Mapping[str, str],
-    blocks: Mapping[str, str],
-    topology: Cluster | None,
+    cluster: ClusterConfig, hosts: Sequence[JobHost], facts: _SourceFacts
 ) -> tuple[dict[str, str], list[str]]:
     """Return (NVLink domain of each node, a note on it).
 
     What NVML measures in the job comes first, then the domains that a file names, then Slurm's blocks, if they can be
     NVLink domains.
     """
+    cliques, blocks, topology = facts.cliques, facts.blocks, facts.topology
     chosen = blocks if _are_domains(cluster, blocks, topology) else {}
     measured = {host.name: host.clique for host in hosts if host.clique is not None}
     if measured:
@@ -366,9 +367,6 @@ def _select_block_hosts(
         for host in hosts
         if host.name in addressed and (host.pattern or "").startswith("block")
     ]
-
-
-_MAX_NAMED = 6
 
 
 def _name_some(names: Sequence[str]) -> str:

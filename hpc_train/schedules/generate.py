@@ -63,23 +63,14 @@ def find_requirements(name: str) -> Requirements:
     return REQUIREMENTS[name]
 
 
-def check_schedule(name: str, ranks: int, micro_batches: int, virtual_stages: int, blocks: int | None = None) -> None:
-    """Raise UserError if the schedule cannot run with these numbers.
-
-    virtual_stages: per rank. blocks: number of blocks of the model; None if it is unknown.
-    """
+def check_schedule(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> None:
+    """Raise UserError if the schedule cannot run with these numbers. virtual_stages: per rank."""
     needs = find_requirements(name)
     for what, count in (("ranks", ranks), ("micro-batches", micro_batches), ("virtual stages", virtual_stages)):
         if count < 1:
             raise UserError(f"parallel.pipeline.schedule={name}: {count} {what}; there must be at least 1")
     _check_virtual_stages(name, needs, virtual_stages)
     _check_micro_batches(name, needs, ranks, micro_batches)
-    if blocks is not None and blocks < ranks * virtual_stages:
-        raise UserError(
-            f"parallel.pp={ranks}: with {virtual_stages} virtual stages per rank there are {ranks * virtual_stages} "
-            f"stages, but the model has {blocks} blocks, and each stage needs one; lower parallel.pp or "
-            "parallel.pipeline.virtual_stages"
-        )
 
 
 def _check_virtual_stages(name: str, needs: Requirements, count: int) -> None:

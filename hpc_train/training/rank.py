@@ -252,11 +252,8 @@ def _log_from_rank_0(world: World, task: Task, rank_map: RankMap) -> None:
         return
     logging.getLogger("hpc_train").setLevel(logging.INFO if world.rank == 0 else logging.WARNING)
     if task.process == 0:
-        print(f"placed: this is rank {world.rank}; rank 0, which speaks for all, is task {_find_task(0, rank_map)}")
-
-
-def _find_task(rank: int, rank_map: RankMap) -> int:
-    return rank_map.process_to_rank.index(rank)
+        speaker = rank_map.process_to_rank.index(0)
+        print(f"placed: this is rank {world.rank}; rank 0, which speaks for all, is task {speaker}")
 
 
 def _write_rank_map(world: World, task: Task, rank_map: RankMap, directory: RunDirectory, attempt: int) -> None:

@@ -13,7 +13,8 @@ from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
 from hpc_train.placement.cost.cost_model import estimate_cost
 from hpc_train.placement.described_cluster import name_described_nodes
-from hpc_train.placement.fabric_from_config import build_fabric
+from hpc_train.placement.fabric_from_config import build_located_fabric
+from hpc_train.placement.node_locations import NodeLocations
 from hpc_train.planner.constants import default_constants
 from hpc_train.planner.model.jobs import Jobs
 from hpc_train.planner.model.machine_columns import make_machine_columns
@@ -50,7 +51,7 @@ def test_pairs_are_read_in_any_order() -> None:
 def test_a_group_on_a_mesh_has_the_links_between_its_own_ranks(ranks: int, links: int) -> None:
     """MI300X: 64 GB/s to each of seven; brute force over the pairs that a group's ranks have."""
     config = compose(["cluster=mi300x"])
-    fabric = build_fabric(config, name_described_nodes(1), 8)
+    fabric = build_located_fabric(config, NodeLocations(tuple(name_described_nodes(1))), 8)
     seconds = (
         estimate_cost(
             fabric, {"tp": ranks, "dp_shard": 8 // ranks}, [Flow(("tp",), "all_gather", 1e9, 1, "parameters")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,10 +25,10 @@ from hpc_train.placement.fabric import Fabric, FabricLevel, build_levels
 from hpc_train.placement.fabric_from_config import (
     DEFAULT_INSIDE,
     DEFAULT_UPLINK,
-    build_fabric,
     build_located_fabric,
     list_assumptions,
 )
+from hpc_train.placement.node_locations import NodeLocations
 
 FIGURES = (
     "cluster=slurm",
@@ -56,6 +57,17 @@ def level(fabric: Fabric, name: str) -> FabricLevel:
 
 def names(fabric: Fabric) -> list[str]:
     return [it.name for it in fabric.levels]
+
+
+def build_fabric(
+    config: RunConfig,
+    nodes: Sequence[str],
+    ranks_per_node: int,
+    paths: Mapping[str, Sequence[str]] | None = None,
+    domains: Mapping[str, str] | None = None,
+) -> Fabric:
+    """The fabric of a job on these nodes, of which these switches and domains are known."""
+    return build_located_fabric(config, NodeLocations(tuple(nodes), paths or {}, domains or {}), ranks_per_node)
 
 
 def build_described_fabric(config: RunConfig) -> Fabric:

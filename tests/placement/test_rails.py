@@ -18,7 +18,8 @@ from hpc_train.placement.cost.cost_model import build_cost_model
 from hpc_train.placement.cost.dragonfly import bound_routing
 from hpc_train.placement.described_cluster import locate_described_cluster, name_described_nodes
 from hpc_train.placement.fabric import Fabric, FabricLevel
-from hpc_train.placement.fabric_from_config import build_fabric, build_located_fabric
+from hpc_train.placement.fabric_from_config import build_located_fabric
+from hpc_train.placement.node_locations import NodeLocations
 from hpc_train.traffic.axes import Collective, Flow
 
 SPINES = 2
@@ -133,7 +134,7 @@ _FLOWS = (("pp", "send_recv"), ("dp_replicate", "all_gather"))
 
 def test_one_message_has_one_nic_and_a_ring_has_all() -> None:
     config = compose(["cluster=dgx_h100", "cluster.nodes=4"])
-    fabric = build_fabric(config, ("a", "b", "c", "d"), 8)
+    fabric = build_located_fabric(config, NodeLocations(("a", "b", "c", "d")), 8)
     send, ring = (Flow((axis,), what, 1e9, 1, "data", ring=False) for axis, what in _FLOWS)
     lone = build_cost_model(fabric, {"pp": 32}, [send], 4).compute_cost(range(4)).total
     wide = build_cost_model(fabric, {"pp": 4, "tp": 8}, [send], 4).compute_cost(range(4)).total

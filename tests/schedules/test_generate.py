@@ -79,7 +79,6 @@ def test_one_forward_one_backward_in_full() -> None:
         (("1f2b", 2, 4, 1), "parallel.pipeline.schedule=1f2b: no such schedule; did you mean '1f1b'?"),
         (("1f1b", 0, 4, 1), "0 ranks"),
         (("1f1b", 2, 0, 1), "0 micro-batches"),
-        (("zbv", 4, 8, 2, 7), "there are 8 stages, but the model has 7 blocks"),
     ],
 )
 def test_what_a_schedule_cannot_do_is_one_line(numbers: tuple[str, int, int, int], words: str) -> None:

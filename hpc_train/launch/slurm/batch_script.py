@@ -81,15 +81,20 @@ def setting_lines(config: RunConfig, python_path: Sequence[str], nodes: int) -> 
     _check_spares(config)
     check_elastic(config, nodes)
     _check_module_names(cluster)
-    report = shlex.join(python_command(config, False, "-m", "hpc_train.launch.recovery.failures"))
+    act = config.resilience.act
+    report = _module_command(config, "recovery.failures")
+    watch = _module_command(config, "slurm.supervisor.supervise", config.resilience.watch)
+    restart = _module_command(config, "recovery.restarting", bool(config.resilience.restarts))
+    fit = _module_command(config, "slurm.waiting_time", act)
+    guard = _module_command(config, "slurm.supervisor.lost_script", act)
     return [
         f"hpc_max_attempts={launch.max_attempts} hpc_chain={launch.chain} hpc_threads={launch.threads or ''}",
         f"hpc_report=({report})",
         f"hpc_python_path={shlex.quote(':'.join(python_path))}",
         f"hpc_modules=({shlex.join(cluster.modules)}) hpc_module_path=({shlex.join(cluster.module_path)})",
         f"hpc_module_purge={str(cluster.module_purge).lower()}",
-        f"hpc_watch=({_watch_command(config)}) hpc_restart=({_restart_command(config)})",
-        f"hpc_fit=({_fit_command(config)}) hpc_guard=({_guard_command(config)})",
+        f"hpc_watch=({watch}) hpc_restart=({restart})",
+        f"hpc_fit=({fit}) hpc_guard=({guard})",
         f"hpc_nodes={nodes} hpc_ranks={nodes * cluster.ranks_per_node} hpc_spares={launch.spares}",
         f"hpc_elastic={str(bool(config.resilience.elastic.min_nodes)).lower()}",
         f"hpc_losses={str(config.parallel.sync.lost_after_seconds is not None).lower()}",
@@ -97,28 +102,9 @@ def setting_lines(config: RunConfig, python_path: Sequence[str], nodes: int) -> 
     ]
 
 
-def _watch_command(config: RunConfig) -> str:
-    if not config.resilience.watch:
-        return ""
-    return shlex.join(python_command(config, False, "-m", "hpc_train.launch.slurm.supervisor.supervise"))
-
-
-def _restart_command(config: RunConfig) -> str:
-    if not config.resilience.restarts:
-        return ""
-    return shlex.join(python_command(config, False, "-m", "hpc_train.launch.recovery.restarting"))
-
-
-def _fit_command(config: RunConfig) -> str:
-    if not config.resilience.act:
-        return ""
-    return shlex.join(python_command(config, False, "-m", "hpc_train.launch.slurm.waiting_time"))
-
-
-def _guard_command(config: RunConfig) -> str:
-    if not config.resilience.act:
-        return ""
-    return shlex.join(python_command(config, False, "-m", "hpc_train.launch.slurm.supervisor.lost_script"))
+def _module_command(config: RunConfig, module: str, is_on: bool = True) -> str:
+    """Return the words of the shell that run a module of hpc_train.launch in the batch step; none if it is off."""
+    return shlex.join(python_command(config, False, "-m", f"hpc_train.launch.{module}")) if is_on else ""
 
 
 def setup_lines(config: RunConfig) -> list[str]:
