@@ -350,14 +350,13 @@ def draw_parallel(title: str, axes: Sequence[tuple[str, Sequence[object]]], best
         places.append((x, y_of))
         body.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{height - bottom}"/>')
         body.append(_write_text("label", x, 12, name.rpartition(".")[2][:22], "middle"))
-        body += [_write_text("tick", x + 5, y + 3.5, text) for y, text in _thin_ticks(ticks)]
-    order = [point for point in range(len(axes[0][1])) if point != best] + ([best] if best is not None else [])
-    for point in order:
+        body += [_write_text("tick halo", x + 5, y + 3.5, text) for y, text in _thin_ticks(ticks)]
+    ways = []
+    for point in range(len(axes[0][1])):
         path = "M" + "L".join(f"{x:.1f} {y_of[point]:.1f}" for x, y_of in places)
-        body.insert(
-            0 if point != best else len(body), f'<path class="way{" best" if point == best else ""}" d="{path}"/>'
-        )
-    return _wrap_svg(title, WIDTH, height, body)
+        ways.append(f'<path class="way{" best" if point == best else ""}" d="{path}"/>')
+    ways.sort(key=lambda way: "best" in way)  # what is drawn last is on top, and the labels on top of all
+    return _wrap_svg(title, WIDTH, height, [*ways, *body])
 
 
 def _thin_ticks(ticks: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
