@@ -21,7 +21,7 @@ class HangConfig:
     load_seconds: float = config_field(default=1800.0, ge=1)
     """Deadline of reading a checkpoint."""
     save_seconds: float = config_field(default=900.0, ge=1)
-    """Deadline of waiting for a save."""
+    """Deadline of waiting for a save, and of any phase in which a rank waits for a file system that does not answer."""
 
 
 @config_dataclass

@@ -14,6 +14,7 @@ from hpc_train.launch.rank_stacks import StackRequest, describe_stacks, find_odd
 from hpc_train.launch.state.attempts import read_tail_text
 from hpc_train.regular_files import parse_json_object, read_json
 from hpc_train.resilience.deadlines import HangLimits, make_hang_limits, read_learned, write_learned
+from hpc_train.resilience.file_systems import Disk
 from hpc_train.resilience.heartbeat import Phase, remove_entries
 from hpc_train.resilience.incident import Incident, mark_hang, write_incident
 from hpc_train.resilience.restart import SAME_FAULTS, Cause
@@ -38,6 +39,10 @@ LATE_END_SECONDS = 10.0
 """Seconds of silence after a job was asked to end, from which on the supervisor records which rank delays the end."""
 _STEP_PHASES = (Phase.FIRST_STEP, Phase.STEP, Phase.EVALUATE)
 """Phases that ranks complete before they obey a stop request, and in which they wait for each other."""
+_COMPUTES = (STOPPED, GONE, "R")
+"""States of a process that waits for no file system."""
+_HELD_UP_SECONDS = 8.0
+"""How long it may take to write down a hang, before what was seen of the ranks is too old to end them for it."""
 _EARLIEST_SHARE = 0.75
 """Share of a deadline that passes before any rank is asked, however short the deadline is."""
 
@@ -81,6 +86,37 @@ def is_last_try(run: Path) -> bool:
     return max(hangs.values(), default=0) >= SAME_FAULTS - 1
 
 
+@dataclass(frozen=True)
+class Stall:
+    """A file system that does not answer, so that ranks wait for it which look as if they hung."""
+
+    disk: Disk
+    hosts: tuple[str, ...]
+    """Nodes on which it does not answer."""
+    answers: tuple[str, ...]
+    """Nodes with silent ranks on which it does."""
+
+    def describe(self) -> str:
+        """Return one line: which file system, where, and for how long."""
+        where = ", ".join(filter(None, self.hosts))
+        others = f", but answers on {', '.join(self.answers)}" if self.answers else ""
+        return f"the file system {self.disk.describe()}{f' on {where}' if where else ''}{others}"
+
+
+def find_stall(hang: Hang, disks: Mapping[str, Sequence[Disk]]) -> Stall | None:
+    """Return the file system that ranks wait for which seem to hang; None if there is none.
+
+    disks: what nodes with silent ranks know of their file systems, by host.
+    """
+    stalled = [disk for found in disks.values() for disk in found if disk.stalls]
+    if not stalled or (hang.culprits and all(view.state in _COMPUTES for view in hang.culprits)):
+        return None
+    longest = max(stalled, key=lambda disk: disk.seconds)
+    same = [(host, disk) for host, found in disks.items() for disk in found if disk.mount == longest.mount]
+    hosts = tuple(host for host, disk in same if disk.stalls)
+    return Stall(longest, hosts, tuple(host for host, disk in same if disk.answers))
+
+
 class HangResponse:
     """Watches the ranks of this machine, and responds once to each hang."""
 
@@ -94,7 +130,7 @@ class HangResponse:
         self._logs, self._settings, self._request_stacks, self._hosts = logs, settings, request_stacks, hosts
         self._watch = NodeWatch(logs, settings.limits, socket.gethostname(), read_learned(logs.parents[1]))
         self._next = 0.0
-        self._reported = False
+        self._reported = self._reported_stall = False
         self._request: StackRequest | None = None
 
     def must_end(self) -> bool:
@@ -102,22 +138,42 @@ class HangResponse:
         if time.monotonic() < self._next:
             return False
         self._next = time.monotonic() + LOOK_SECONDS
-        return self.respond(self._watch.look())
+        views = self._watch.look()
+        return self.respond(views, disks={"": self._watch.disks})
 
-    def respond(self, views: Sequence[RankView], machines: Mapping[str, Any] | None = None) -> bool:
+    def respond(
+        self,
+        views: Sequence[RankView],
+        machines: Mapping[str, Any] | None = None,
+        disks: Mapping[str, Sequence[Disk]] = {},
+    ) -> bool:
         """Find out whether these ranks hang; if so, write it down. Returns whether they are to be ended.
 
-        machines: what their nodes say of themselves, by host; None: this machine is asked.
+        machines: what their nodes say of themselves, by host; None: this machine is asked. disks: as find_stall.
         """
         hang = find_hang(views, self._hosts)
         if hang is None:
-            self._reported = False
+            self._reported = self._reported_stall = False
             self._ask_early(views)
             return False
+        stall = find_stall(hang, disks)
+        if stall is not None and not stall.answers and stall.disk.seconds < self._settings.limits.save:
+            self._report_stall(stall)
+            return False
         if not self._reported:
-            self._reported = True
-            self._report(hang, views, machines)
-        return self._settings.act
+            self._reported = self._report(hang, views, machines, stall)
+        return self._settings.act and self._reported
+
+    def _report_stall(self, stall: Stall) -> None:
+        """Write down once that ranks are left alone which wait for a file system: it is no node that is to blame."""
+        if self._reported_stall:
+            return
+        self._reported_stall = True
+        patience = f"the ranks wait for it, up to resilience.hang.save_seconds={self._settings.limits.save:g}"
+        self._append_event("stall", why=stall.describe(), action=patience)
+
+    def _append_event(self, kind: str, **fields: Any) -> None:
+        append_event(self._logs.parents[1] / "events.jsonl", kind, int(self._logs.name), **fields)
 
     def _ask_early(self, views: Sequence[RankView]) -> None:
         """Ask for stacks shortly before the ranks count as hung, so that no time is lost afterwards.
@@ -160,8 +216,7 @@ class HangResponse:
         text = f"asked to end {seconds:.0f} s ago, the ranks have not: {who}"
         incident = self._examine("late end", text, hang, views, StackRequest(self._logs, request_stacks))
         folder = write_incident(self._logs, incident, machines)
-        run, attempt = self._logs.parents[1], int(self._logs.name)
-        append_event(run / "events.jsonl", "late_end", attempt, why=incident.text, folder=folder.name)
+        self._append_event("late_end", why=incident.text, folder=folder.name)
         return incident.text
 
     def _examine(self, kind: str, text: str, hang: Hang, views: Sequence[RankView], request: StackRequest) -> Incident:
@@ -175,16 +230,33 @@ class HangResponse:
         task, host = (culprit.task, culprit.host) if culprit else (None, "")
         return Incident(kind, f"{text}; {stacks}", task, host, views, stacks)
 
-    def _report(self, hang: Hang, views: Sequence[RankView], machines: Mapping[str, Any] | None) -> None:
-        """Write down a hang: the stacks of the ranks, an incident with a folder of its own, and an event."""
+    def _report(
+        self, hang: Hang, views: Sequence[RankView], machines: Mapping[str, Any] | None, stall: Stall | None
+    ) -> bool:
+        """Write down a hang: the stacks of the ranks, an incident with a folder of its own, and an event.
+
+        Returns whether what was seen of the ranks still holds: the file system of the run may stall, too.
+        """
+        began = time.monotonic()
+        text = f"the ranks hang: {hang.describe()}"
+        if stall is not None:
+            waiting = [view for view in views if view.overdue and view.host in stall.hosts] if stall.answers else []
+            hang = replace(hang, culprits=tuple(waiting))
+            text = f"the ranks wait for a file system: {stall.describe()}"
         request, self._request = self._request or StackRequest(self._logs, self._request_stacks), None
-        incident = self._examine("hang", f"the ranks hang: {hang.describe()}", hang, views, request)
+        incident = self._examine("hang", text, hang, views, request)
+        if stall is not None and not stall.answers:
+            incident = replace(incident, task=None, host="")  # no node is to blame, whatever their stacks look like
         folder = write_incident(self._logs, incident, machines)
+        if (seconds := time.monotonic() - began) > _HELD_UP_SECONDS:
+            why = f"the file system of the run directory has held up the watcher for {seconds:.0f} s"
+            self._append_event("stall", why=why, action="the ranks are looked at again")
+            return False
         if self._settings.act:
             mark_hang(self._logs, incident)
-        run, attempt = self._logs.parents[1], int(self._logs.name)
         acted = "ended" if self._settings.act else "left alone: resilience.act=false"
-        append_event(run / "events.jsonl", "hang", attempt, why=incident.text, action=acted, folder=folder.name)
+        self._append_event("hang", why=incident.text, action=acted, folder=folder.name)
+        return True
 
     def close(self) -> None:
         """Save the learned deadlines for the next attempt, and remove the entries of the ended ranks."""

@@ -30,6 +30,7 @@ from typing import Any
 from hpc_train.errors import EXIT_REQUEUE
 from hpc_train.regular_files import parse_json_object
 from hpc_train.resilience.deadlines import make_hang_limits
+from hpc_train.resilience.file_systems import Disk
 from hpc_train.resilience.heartbeat import Phase, kill_ranks, read_beats, remove_entries, signal_ranks
 from hpc_train.resilience.incident import read_machine
 from hpc_train.resilience.notices import NoticeWatch
@@ -89,6 +90,8 @@ class Report:
     """incident.read_machine; {} while no rank is late."""
     stop: str = ""
     """Name of the signal that asked all steps of the job to stop."""
+    disks: list[Disk] = field(default_factory=list)
+    """NodeWatch.disks."""
 
 
 def encode_report(report: Report) -> str:
@@ -99,7 +102,8 @@ def encode_report(report: Report) -> str:
     ]
     learned = {phase.name: round(seconds, 3) for phase, seconds in report.learned.items()}
     fields = {"host": report.host, "ranks": rows, "notice": report.notice, "blind": report.blind, "learned": learned}
-    fields |= {"machine": report.machine, "stop": report.stop}
+    disks = [[disk.mount, disk.kind, disk.path, round(disk.seconds, 3)] for disk in report.disks]
+    fields |= {"machine": report.machine, "stop": report.stop, "disks": disks}
     return json.dumps(fields, separators=(",", ":"))
 
 
@@ -122,7 +126,8 @@ def decode_report(line: str) -> Report | None:
         ]
         learned = {Phase[name]: float(seconds) for name, seconds in value["learned"].items()}
         notice, blind, stop = (str(value[name]) for name in ("notice", "blind", "stop"))
-        return Report(host, views, notice, blind, learned, dict(value["machine"]), stop)
+        disks = [Disk(*map(str, names), float(seconds)) for *names, seconds in value["disks"]]
+        return Report(host, views, notice, blind, learned, dict(value["machine"]), stop, disks)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -149,7 +154,7 @@ def run_agent(logs: Path, settings: dict[str, Any]) -> None:
         machine = read_machine() if overdue else {}
         learned = watch.deadlines.learned()
         # One unbuffered write a line: the supervisor never reads half a report of an agent that was killed.
-        line = encode_report(Report(host, views, notice, notices.failure or "", learned, machine, stop))
+        line = encode_report(Report(host, views, notice, notices.failure or "", learned, machine, stop, watch.disks))
         os.write(1, line.encode() + b"\n")
 
     while True:

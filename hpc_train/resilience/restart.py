@@ -31,6 +31,7 @@ class Cause(Enum):
     LOST_NODE = "a lost node"
     CONNECTION = "a lost connection"
     TIME_LIMIT = "the time limit came before a save"
+    PREEMPTED = "it was preempted before a save"
     SLOW_NODE = "a slow node"
     NUMBERS = "numbers that were not finite"
     DISAGREE = "ranks that did not agree"
@@ -44,6 +45,7 @@ _MAY_NOT_COME_AGAIN = (
     Cause.LOST_NODE,
     Cause.CONNECTION,
     Cause.TIME_LIMIT,
+    Cause.PREEMPTED,
     Cause.SLOW_NODE,
     Cause.NUMBERS,
     Cause.DISAGREE,
@@ -155,6 +157,11 @@ def decide_after_fault(fault: Fault, history: History, saved: int | None, policy
         return Decision(Action.END, "nothing is saved to continue from (checkpoint.every=0)")
     if not policy.restarts:
         return Decision(Action.END, "resilience.restarts=0")
+    place = f"from step {saved}" if saved is not None else "from the beginning"
+    if fault.cause is Cause.PREEMPTED:  # that is no fault, however often it comes
+        if policy.can_requeue:
+            return Decision(Action.REQUEUE, f"going on {place} after a preemption, {policy.by}")
+        return Decision(Action.END, "preempted, and the job may not be requeued (launch.max_attempts)")
     counted = history.after(saved)
     advanced = counted is not history
     used, same = len(counted.signatures), counted.signatures.count(fault.signature) + 1
@@ -169,7 +176,6 @@ def decide_after_fault(fault: Fault, history: History, saved: int | None, policy
     would_come_again = fault.cause not in _MAY_NOT_COME_AGAIN and not policy.may_load_again
     if would_come_again and not advanced and not policy.stopping:
         return Decision(Action.END, "it would fail the same way again: no checkpoint was saved since the last start")
-    place = f"from step {saved}" if saved is not None else "from the beginning"
     count = f"restart {used + 1} of {policy.restarts} without a newer save"
     if fault.cause is Cause.TIME_LIMIT and not policy.can_requeue:
         return Decision(Action.END, "no time is left, and the job may not be requeued (launch.max_attempts)")

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.resilience.deadlines import Deadlines, HangLimits
+from hpc_train.resilience.file_systems import ASK_AHEAD_SECONDS, Disk, DiskWatch
 from hpc_train.resilience.heartbeat import Beat, Phase, read_beats
 
 LOOK_SECONDS = 0.5
@@ -84,10 +85,12 @@ class _Followed:
     silent: float = 0.0
     stopped: float = 0.0
     """Seconds for which it has been seen stopped since that entry, up to now."""
+    forgiven: float = 0.0
+    """Seconds of silence since that entry that no longer count, as a file system did not answer."""
 
 
 class NodeWatch:
-    """Follows the ranks of this node that write heartbeats."""
+    """Follows the ranks of this node that write heartbeats, and asks the file systems of those that are silent."""
 
     def __init__(
         self, logs: Path, limits: HangLimits, host: str = "", learned: Mapping[Phase, float] | None = None
@@ -97,11 +100,26 @@ class NodeWatch:
         self._limits, self.deadlines = limits, Deadlines(limits, learned or {})
         self._followed: dict[int, _Followed] = {}
         self._clock = WatchClock()
+        self._disk_watch = DiskWatch(logs)
+        self.disks: list[Disk] = []
+        """The file systems of ranks that are about to be late."""
 
     def look(self) -> list[RankView]:
         """Read all heartbeats, learn from those that are new, and return what is seen now."""
         now, tick = time.monotonic(), self._clock.tick()
-        return [self._follow(beat, now, tick) for beat in read_beats(self._logs)]
+        if self._disk_watch.read_answers():
+            self._forgive()
+        beats = read_beats(self._logs)
+        views = [self._follow(beat, now, tick) for beat in beats]
+        late = [beat.process for beat, view in zip(beats, views, strict=True) if _is_nearly_late(view)]
+        self.disks = self._disk_watch.look(late)
+        return views
+
+    def _forgive(self) -> None:
+        """Give the ranks their whole deadlines again after a stall. In all, they may be silent as long as in a save."""
+        for followed in self._followed.values():
+            if followed.forgiven + followed.silent <= self._limits.save:
+                followed.forgiven, followed.silent = followed.forgiven + followed.silent, 0.0
 
     def _follow(self, beat: Beat, now: float, tick: float) -> RankView:
         """Compare an entry with the last one of its rank. tick: seconds since the last look."""
@@ -112,6 +130,7 @@ class NodeWatch:
             self.deadlines.observe(followed.beat.phase, followed.silent)
             # A rank that gets on between two stops, as under a tool that limits its CPU time by them, is merely slow.
             followed.beat, followed.silent, followed.stopped = beat, min(max(now - beat.seconds, 0.0), tick), 0.0
+            followed.forgiven = 0.0
         state = read_process_state(beat.process)
         deadline = self.deadlines.seconds(beat.phase)
         followed.stopped = followed.stopped + tick if state == STOPPED else 0.0
@@ -126,6 +145,12 @@ class NodeWatch:
             state=state,
             host=self._host,
         )
+
+
+def _is_nearly_late(view: RankView) -> bool:
+    """Return whether a rank that is there will soon be late."""
+    ahead = min(ASK_AHEAD_SECONDS, view.deadline / 2)
+    return not view.ended and view.state != STOPPED and view.silent > view.deadline - ahead
 
 
 def seconds_to_next_look(views: Iterable[RankView]) -> float:

@@ -31,7 +31,16 @@ def ask(limit: TimeLimit) -> bool:
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("1:30", 90), ("2:00:05", 7205), ("1-00:00:01", 86401), ("UNLIMITED", None), ("INVALID", None), ("", None)],
+    [
+        ("1:30", 90),
+        ("1:30 RUNNING", 90),
+        ("0:00 COMPLETING", None),
+        ("2:00:05", 7205),
+        ("1-00:00:01", 86401),
+        ("UNLIMITED RUNNING", None),
+        ("INVALID", None),
+        ("", None),
+    ],
 )
 def test_time_left_as_squeue_prints_it(text: str, seconds: float | None) -> None:
     assert parse_time_left(f"{text}\n") == seconds
@@ -62,6 +71,35 @@ def test_ranks_that_start_or_save_have_time_until_a_requeue_would_come_too_late(
                 patch.setattr("time.monotonic", lambda then=then: then)
                 assert limit.leaves_time(saving) is left
         limit.close()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "preempted", "saving"),
+    [
+        ("10:00 RUNNING", "0:30 RUNNING", True, 10),
+        ("UNLIMITED RUNNING", "0:09 RUNNING", True, 3),
+        ("10:00 RUNNING", "9:59 RUNNING", False, 20),
+        ("0:31 RUNNING", "0:30 RUNNING", False, 20),
+        ("", "0:30 RUNNING", False, 20),
+    ],
+)
+def test_a_limit_that_is_shortened_as_the_job_is_asked_to_stop_is_a_grace_time(
+    squeue: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str, preempted: bool, saving: float
+) -> None:
+    """Ranks that save may use two thirds of it; those that start have nothing to save."""
+    limit = TimeLimit("7", 60)
+    squeue.write_text(f"{before}\n")
+    ask(limit)
+    squeue.write_text(f"{after}\n")
+    limit.ask_again()
+    ask(limit)
+    assert limit.is_preempted is preempted
+    for later, time_left in ((-1, True), (1, False)):
+        then = limit._end - saving + later
+        with monkeypatch.context() as patch:
+            patch.setattr("time.monotonic", lambda then=then: then)
+            assert limit.leaves_time(saving=True) is time_left
+    limit.close()
 
 
 def test_a_limit_that_was_raised_is_no_longer_near(squeue: Path) -> None:

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from hpc_train.launch.recovery.restarting import read_history
 from hpc_train.resilience.restart import (
     SAME_FAULTS,
     Action,
@@ -49,6 +50,8 @@ EXCEPTION = Fault(Cause.EXCEPTION, "n1", "RuntimeError: step 17 of /home/me/x.py
         (Fault(Cause.CONNECTION), 10, Policy(3), Action.RESTART),
         (Fault(Cause.TIME_LIMIT), 10, Policy(3, can_requeue=True, enough_time=False), Action.REQUEUE),
         (Fault(Cause.TIME_LIMIT), 10, Policy(3, enough_time=False), Action.END),
+        (Fault(Cause.PREEMPTED), 10, Policy(3, can_requeue=True), Action.REQUEUE),
+        (Fault(Cause.PREEMPTED), 10, Policy(3), Action.END),
         (KILLED, 20, Policy(3, saves=False), Action.END),
         (KILLED, 20, Policy(0), Action.END),
     ],
@@ -67,6 +70,17 @@ def test_the_same_fault_three_times_without_a_save_is_the_last() -> None:
     assert decide_after_fault(KILLED, History(before, 10), 11, Policy(100)).action is Action.RESTART
     elsewhere = Fault(Cause.KILLED, "n2")
     assert decide_after_fault(elsewhere, History(before, 10), 10, Policy(100)).action is Action.RESTART
+
+
+def test_a_preemption_is_no_fault_however_often_it_comes() -> None:
+    """A job that is preempted while it loads has saved nothing since, each time."""
+    before = (KILLED.signature,) * 3
+    policy = Policy(3, can_requeue=True)
+    assert decide_after_fault(Fault(Cause.PREEMPTED), History(before, 10), 10, policy).action is Action.REQUEUE
+    events = [
+        {"event": "restart", "attempt": at, "cause": Cause.PREEMPTED.value, "action": "requeued"} for at in range(9)
+    ]
+    assert read_history(events, 9, 0, 10) == History((), 10)
 
 
 def test_numbers_and_paths_do_not_make_another_error() -> None:

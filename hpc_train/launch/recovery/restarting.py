@@ -26,8 +26,8 @@ from hpc_train.launch.job_spec import read_spec
 from hpc_train.launch.recovery.crashing_checkpoints import FailedLoad, list_unmarked_steps, respond_to_failed_load
 from hpc_train.launch.recovery.elastic import find_smaller_size
 from hpc_train.launch.recovery.failures import EXIT_CODES, NOT_STARTED, STOP_ASKED, FirstError, find_first_error
-from hpc_train.launch.slurm.supervisor.time_limit import OUT_OF_TIME, SLURM_EARLY_SECONDS, read_time_left
-from hpc_train.launch.state.attempts import read_attempt
+from hpc_train.launch.slurm.supervisor.time_limit import OUT_OF_TIME, PREEMPTED, SLURM_EARLY_SECONDS, read_time_left
+from hpc_train.launch.state.attempts import read_attempt, read_tail_text
 from hpc_train.launch.state.run_facts import read_events
 from hpc_train.resilience.exclusion import (
     HARDWARE,
@@ -306,7 +306,7 @@ def find_fault(logs: Path, code: int, lost: Sequence[str] = ()) -> Fault:
     if hang is not None:
         return Fault(Cause.HANG, hang.host, hang.text)
     if (logs / OUT_OF_TIME).exists():
-        return Fault(Cause.TIME_LIMIT)
+        return Fault(Cause.PREEMPTED if PREEMPTED in read_tail_text(logs / OUT_OF_TIME) else Cause.TIME_LIMIT)
     failure = read_first_failure(logs)
     if failure is not None and failure.missing_tasks:  # to those that wait for it, a rank that is stuck looks like this
         return Fault(Cause.HANG, failure.missing_hosts[0] if len(failure.missing_hosts) == 1 else "", failure.message)
@@ -364,6 +364,8 @@ def read_history(events: Iterable[Mapping[str, Any]], attempt: int, first_attemp
             signatures = []
         elif kind == "restart" and event["attempt"] == attempt:
             continue  # by a process that decided about this attempt before, and was killed
+        elif kind == "restart" and event.get("cause") == Cause.PREEMPTED.value:
+            continue
         elif kind == "restart" and event.get("action") in (Action.RESTART.value, Action.REQUEUE.value):
             signatures.append(str(event.get("signature", event.get("cause"))))
         elif kind in ("start", "resume") and event["attempt"] == attempt:

@@ -94,6 +94,7 @@ begin_run() {
   pass_stop_signals_on
   mark_started
   export_attempt
+  start_listener
   start_guards
 }
 
@@ -193,12 +194,17 @@ refuse_container() {
 
 # --- the ranks, and how they ended
 
-# run_ranks SRUN OPTION...: nothing starts in a job that was cancelled by then.
+# run_ranks SRUN OPTION...: nothing starts in a job that was cancelled or asked to stop by then.
 run_ranks() {
   local ranks watcher code
   set -- "$1" "${step[@]}" "${@:2}"
   doing=""
   [ ! -e "$run/logs/cancel-$job" ] || return "$exit_requeue"
+  if is_stop_asked; then
+    why="asked to stop before the ranks had started"
+    { : >"$logs/requeue"; } 2>/dev/null
+    return "$exit_requeue"
+  fi
   "$@" 2>"$logs/srun.err" & # a shell that waits for a command in the foreground runs no trap
   ranks=$!
   if [ "${#hpc_watch[@]}" -eq 0 ]; then
@@ -242,7 +248,7 @@ keep_watching() {
   local pause=1 second watcher guard code
   outlive_stop_signals
   while kill -0 "$1" 2>/dev/null; do
-    "${hpc_watch[@]}" "$logs" "$1" $$ &
+    "${hpc_watch[@]}" "$logs" "$1" $$ "$stop_record" &
     watcher=$!
     end_if_stopped "$watcher" &
     guard=$!
@@ -342,7 +348,7 @@ settle_attempt() {
   # srun returns 0, too, when it gave up waiting for a step that was ended from outside.
   [ "$code" -ne 0 ] || [ -e "$logs/done" ] || { code=1 why="the ranks were ended before they were done"; }
   if [ -e "$logs/requeue" ] || stopped_early "$code"; then
-    why="the ranks stopped on purpose" stopped=1
+    why="${why:-the ranks stopped on purpose}" stopped=1
     { [ ! -e "$logs/loss-allowed" ] && failed_while_stopping "$code"; } || fault=""
   elif [ "$code" -ne 0 ] && srun_was_stopped; then
     why="srun was asked to stop by SIGTERM, and has killed the ranks" stopped=1 fault=""
@@ -385,11 +391,11 @@ report_end() {
 # decide_after_fault LOST: start again in this job, go back to the queue without the nodes that are to blame, or end. Ranks
 # that were to stop do not start again, also if they fail before they have agreed on that, or if the signal comes now.
 decide_after_fault() {
-  [ -z "$stop_asked" ] || { : >"$logs/stop-asked"; } 2>/dev/null
+  ! is_stop_asked || { : >"$logs/stop-asked"; } 2>/dev/null
   lost_nodes="$(tr -s ' ' '\n' <<<"$lost_nodes $1" | sed '/^$/d' | sort -u | paste -sd ' ')"
   decide "$lost_nodes"
   case $? in
-    0) if [ -n "$stop_asked" ]; then stopped=1 why="asked to stop"; else next=restart; fi ;;
+    0) if is_stop_asked; then stopped=1 why="asked to stop"; else next=restart; fi ;;
     "$exit_requeue") stopped=1 why="${why:-$(read_decision)}" ;;
     "$exit_no_requeue") code="$exit_no_requeue" why="$(read_decision)" stopped="" ;;
     *) ;; # a node that is lost has nothing to do with the program, also where nobody can decide

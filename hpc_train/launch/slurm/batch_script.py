@@ -1,4 +1,4 @@
-"""Write the batch script of a run: its settings, the functions of job.sh, guard.sh and batch.sh, and calls of them.
+"""Write the batch script of a run: its settings, the functions of job.sh, batch.sh and others, and calls of them.
 
 sbatch copies one file, so the functions stand whole in every script: what was submitted is what runs. Every value
 is quoted, or is a number.
@@ -28,8 +28,8 @@ _MODULE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/@=~-]*")
 
 @cache
 def shell_functions(kind: Literal["batch", "callables"] = "batch") -> str:
-    """Return the text of job.sh and, of the scripts of this kind, guard.sh and batch.sh, or callables.sh."""
-    names = ("job", "guard", "batch") if kind == "batch" else ("job", "callables")
+    """Return the text of job.sh and of the other files of the scripts of this kind."""
+    names = ("job", "guard", "stop_listener", "batch") if kind == "batch" else ("job", "callables")
     files = [Path(__file__).with_name(f"{name}.sh") for name in names]
     return "\n\n".join(file.read_text().rstrip("\n") for file in files)
 
@@ -73,7 +73,7 @@ def lines_before_ranks(config: RunConfig, folder: RunDirectory, nodes: int, pyth
 
 
 def setting_lines(config: RunConfig, python_path: Sequence[str], nodes: int) -> list[str]:
-    """Return the assignments that job.sh, guard.sh and batch.sh read. nodes: of the run, without spares.
+    """Return the assignments that these functions read. nodes: of the run, without spares.
 
     Raises UserError for text that cannot name a module.
     """

@@ -8,22 +8,28 @@
 
 # Seconds between two signs of life of the script, and of silence after which a guard asks Slurm.
 guard_ping_seconds=3 guard_silent_seconds=10
-# Processes of this node that send the signs of life, and that keep the guards.
+# Processes of this node that send the signs of life, and that keep the guards and the listener (stop_listener.sh).
 guard_pings=() guard_keepers=()
 
 # start_guards: on the last nodes, as spare ones are.
 start_guards() {
-  local host pipe
+  local host
   [ "${#hpc_guard[@]}" -gt 0 ] && outlives_nodes || return 0
   for host in $(scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -vxF "$SLURMD_NODENAME" | tail -n 2); do
-    pipe="$(mktemp -d)/pipe"
-    mkfifo "$pipe" || continue
-    keep_guard "$host" <"$pipe" >/dev/null 2>&1 &
-    guard_keepers+=("$!")
-    send_guard_pings "${pipe%/*}" >"$pipe" 2>/dev/null &
-    guard_pings+=("$!")
-    disown "$!" # so that bash does not report its end
+    run_beside_script keep_guard "$host"
   done
+}
+
+# run_beside_script COMMAND...: in the background, with the signs of life of this script as its input, until end_guards.
+run_beside_script() {
+  local pipe
+  pipe="$(mktemp -d)/pipe"
+  mkfifo "$pipe" || return 0
+  "$@" <"$pipe" >/dev/null 2>&1 &
+  guard_keepers+=("$!")
+  send_guard_pings "${pipe%/*}" >"$pipe" 2>/dev/null &
+  guard_pings+=("$!")
+  disown "$!" # so that bash does not report its end
 }
 
 # send_guard_pings FOLDER: of the pipe, whose name nobody needs any more now that both of its ends are open. A script that
@@ -36,17 +42,24 @@ send_guard_pings() {
 
 # keep_guard HOST: a guard there, and another one a minute after it has failed. It ends with the signs of life.
 keep_guard() {
-  local program ping options
+  local program
   trap '' TERM USR2
   program="$(declare -f newest_attempt guard_job)"
   program+="; job=$job exit_requeue=$exit_requeue guard_silent_seconds=$guard_silent_seconds run=$(printf %q "$run")"
   program+='; guard_job "$@"'
+  [ -z "$hpc_python_path" ] || export PYTHONPATH="$hpc_python_path${PYTHONPATH:+:$PYTHONPATH}"
+  keep_step "$1" guard --output=none --error=none bash -c "$program" guard "${hpc_guard[@]}"
+}
+
+# keep_step HOST NAME SRUN OPTION OR WORD...: a job step of one task there, which takes nothing from the ranks, and another
+# one a minute after it has failed.
+keep_step() {
+  local ping options
   options=(--overlap --nodes=1 --ntasks=1 "--nodelist=$1" --cpus-per-task=1 --mem=0 --mpi=none --cpu-bind=none)
-  options+=(--job-name=guard --output=none --error=none)
+  options+=("--job-name=$2")
   # Else srun would take these for options of the ranks' step.
   unset "${!SLURM_CPUS@}" "${!SLURM_NTASKS@}" "${!SLURM_DIST@}" SLURM_HOSTFILE
-  [ -z "$hpc_python_path" ] || export PYTHONPATH="$hpc_python_path${PYTHONPATH:+:$PYTHONPATH}"
-  until srun "${options[@]}" bash -c "$program" guard "${hpc_guard[@]}"; do
+  until srun "${options[@]}" "${@:3}"; do
     for ((ping = 0; ping < 20; ping++)); do read -r || return 0; done
   done
 }

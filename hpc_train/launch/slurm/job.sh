@@ -35,7 +35,7 @@ outlive_stop_signals() {
 
 # pass_stop_signals_on: the same, for a signal that came to the batch script alone, as by `scancel --batch`.
 pass_stop_signals_on() {
-  trap 'stop_asked=1; ask_ranks_to_stop >/dev/null 2>&1 &' TERM USR2
+  trap 'record_stop; ask_ranks_to_stop >/dev/null 2>&1 &' TERM USR2
 }
 
 # ask_ranks_to_stop: by the signal that Slurm sends before a time limit. Where Slurm itself ends the job or requeues it, all

@@ -22,6 +22,7 @@ from typing import Any
 from hpc_train.launch.slurm.supervisor.srun_errors import SrunErrors
 from hpc_train.resilience.agent import END, LEAVE, PING, PING_SECONDS, Report, decode_report, name_this_node
 from hpc_train.resilience.deadlines import merge_learned
+from hpc_train.resilience.file_systems import Disk
 from hpc_train.resilience.heartbeat import Phase
 from hpc_train.resilience.watch import RankView
 
@@ -48,6 +49,10 @@ _ABSENT_SECONDS = 5.0
 may be because the node is gone."""
 _TOGETHER_SECONDS = 3.0
 """Nodes whose last reports came within this time are lost together, as those of a rack without power."""
+_PAUSE_SECONDS = 3.0
+"""How long this process may have been held up, as by the file system of the run, before what it has read is old."""
+_CATCH_UP_SECONDS = 2.0
+"""How long it then reads before it looks at anything."""
 _STEPS_AHEAD = 5
 """Steps of other nodes' ranks that show that a silent node still computes."""
 _AGENTS_AGAIN_SECONDS = 5.0
@@ -153,7 +158,8 @@ class AgentReports:
 
     def read(self, seconds: float) -> None:
         """Read reports for this many seconds, or until a rank is late, and count how long each node has been silent."""
-        end = time.monotonic() + seconds
+        behind = self.are_old()
+        end = time.monotonic() + (_CATCH_UP_SECONDS if behind else seconds)
         while (left := end - time.monotonic()) > 0:
             ready = {key.fd for key, _ in self._selector.select(left)}
             if self.wake in ready:
@@ -164,7 +170,7 @@ class AgentReports:
                     self.ended = True
                     time.sleep(left)
                     break
-                if self._parse_reports(data):
+                if self._parse_reports(data) and not behind:
                     break
         now = time.monotonic()
         if now > self._ping_due:
@@ -233,6 +239,14 @@ class AgentReports:
     def list_machines(self) -> dict[str, Any]:
         """Return what nodes with late ranks say of their kernel logs and ports, by host."""
         return {host: node.report.machine for host, node in self.nodes.items() if node.report.machine}
+
+    def list_disks(self) -> dict[str, list[Disk]]:
+        """Return the file systems that nodes with silent ranks have asked, by host."""
+        return {node.report.host: node.report.disks for node in self.nodes.values() if node.report.disks}
+
+    def are_old(self) -> bool:
+        """Return whether this process was held up since it has read them, as by the file system of the run."""
+        return time.monotonic() - self._last_read > _PAUSE_SECONDS
 
     def find_notice(self) -> Report | None:
         """Return the report of a node that is about to be taken away; None if there is none."""

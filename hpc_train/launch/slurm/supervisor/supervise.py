@@ -1,7 +1,8 @@
 """The supervisor of a Slurm job: watch the ranks by an agent on every node; end those that hang or whose peer failed.
 
-`python -m hpc_train.launch.slurm.supervisor.supervise LOGS PROCESS SCRIPT`, beside the ranks in the batch script.
-PROCESS is the srun that started the ranks, SCRIPT the shell of the batch script. The supervisor only ends ranks; the
+`python -m hpc_train.launch.slurm.supervisor.supervise LOGS PROCESS SCRIPT RECORD`, beside the ranks in the batch
+script. PROCESS is the srun that started the ranks, SCRIPT the shell of the batch script, RECORD the descriptor of its
+record of stop signals (stop_listener.sh), or nothing. The supervisor only ends ranks; the
 batch script decides afterwards whether they are started again (hpc_train.launch.recovery.restarting). If the supervisor
 dies, the ranks are not affected: its agents see the end of their input, and the script starts it again. It learns about
 the ranks from the agents (agent_reports.py).
@@ -53,7 +54,7 @@ from hpc_train.launch.slurm.supervisor.job_steps import (
 from hpc_train.launch.slurm.supervisor.lost_script import make_lost_script_command
 from hpc_train.launch.slurm.supervisor.silent_srun import EndedRanks, StuckStart, report_stuck_start, write_ended_tasks
 from hpc_train.launch.slurm.supervisor.srun_errors import PeerFailures, SrunErrors
-from hpc_train.launch.slurm.supervisor.time_limit import OUT_OF_TIME, TimeLimit
+from hpc_train.launch.slurm.supervisor.time_limit import OUT_OF_TIME, PREEMPTED, TimeLimit
 from hpc_train.launch.watching import (
     LATE_END_SECONDS,
     HangResponse,
@@ -75,6 +76,8 @@ from hpc_train.training.records.run_records import append_event
 ENDED = "ended"
 """Action in the report of most faults: the ranks were ended."""
 _CLAIM = "supervisor.lock"
+STOP_WORD = b"hpc-train-stop"
+"""What the batch script's record of stop signals has once the job was asked to stop (stop_listener.sh)."""
 _WITHOUT_STEPS = (Phase.START, Phase.LOAD, Phase.FIRST_STEP)
 """Phases of ranks that have nothing to save."""
 _FIRST_REPORT_SECONDS = 10.0
@@ -93,15 +96,17 @@ class Supervisor:
         settings: WatchSettings,
         resilience: Mapping[str, Any],
         launch: Mapping[str, Any],
+        stop_record: int | None = None,
     ) -> None:
         """Start the agents.
 
-        srun: process id of the ranks' srun. resilience, launch: these parts of the run's configuration.
+        srun: process id of the ranks' srun. resilience, launch: these parts of the run's configuration. stop_record:
+        descriptor of the batch script's record of stop signals.
         """
         job = current_job_id(os.environ)
         assert job is not None
         self._logs, self._run, self._srun, self._job = logs, logs.parents[1], srun, job
-        self._settings, self._resilience = settings, resilience
+        self._settings, self._resilience, self._stop_record = settings, resilience, stop_record
         self._nodes = expand_hostlist(os.environ["HPC_TRAIN_NODES"])
         self._spares = [host for host in expand_hostlist(os.environ["SLURM_JOB_NODELIST"]) if host not in self._nodes]
         self._silent_seconds = float(resilience["node_silent_seconds"])
@@ -154,8 +159,9 @@ class Supervisor:
 
     def _record_stop_signal(self) -> None:
         """Write down that the job was asked to stop: its ranks do not start again after a fault."""
-        if self._reports.stop_signal and not self._recorded_stop:
+        if not self._recorded_stop and (self._reports.stop_signal or is_stop_recorded(self._stop_record)):
             self._recorded_stop = True
+            self._limit.ask_again()
             with suppress(OSError):
                 (self._logs / STOP_ASKED).touch(mode=0o600)
 
@@ -279,7 +285,9 @@ class Supervisor:
             return self._end_before_limit()
         # A supervisor that begins after a node was lost sees only the ranks of others, all of which hang.
         seen = not self._reports.list_absent() and not self._losses.may_be_unnoticed()
-        if seen and self._response.respond(views, self._reports.list_machines()):
+        seen = seen and not self._reports.are_old()
+        machines, disks = self._reports.list_machines(), self._reports.list_disks()
+        if seen and self._response.respond(views, machines, disks):
             end_ranks(self._logs, self._job, self._srun, self._reports)
             return True
         if self._ended.outlive_srun(views):
@@ -312,9 +320,11 @@ class Supervisor:
 
     def _end_before_limit(self) -> bool:
         """End the ranks, so that the job can be requeued."""
-        print_to_job_log("hpc-train: the time limit is here, and the ranks have not stopped: they are ended")
+        preempted = self._limit.is_preempted
+        limit = "the end of the grace time" if preempted else "the time limit"
+        print_to_job_log(f"hpc-train: {limit} is here, and the ranks have not stopped: they are ended")
         with suppress(OSError):
-            (self._logs / OUT_OF_TIME).touch()
+            write_private_file(self._logs / OUT_OF_TIME, f"{PREEMPTED}\n" if preempted else "")
         end_ranks(self._logs, self._job, self._srun, self._reports)
         return True
 
@@ -327,6 +337,12 @@ class Supervisor:
             self._stopping = True
             if not self._settings.act:
                 return
+        elif self._recorded_stop and self._reports.list_views():
+            # The signal came before some of them were there; all stop if one does. Not by Slurm, which may have
+            # begun to requeue the job.
+            self._stopping = True
+            self._reports.send(STOP)
+            return
         elif self._time_is_short and have_started(self._reports.list_views()):
             print_to_job_log("hpc-train: the time limit of the job is near: the ranks are asked to save and stop")
         else:
@@ -372,6 +388,14 @@ def have_started(views: Sequence[RankView]) -> bool:
     return bool(views) and all(view.phase is not Phase.START for view in views)
 
 
+def is_stop_recorded(record: int | None) -> bool:
+    """Return whether the batch script knows that the job was asked to stop. record: descriptor of its record."""
+    try:
+        return record is not None and STOP_WORD in os.pread(record, 4096, 0)
+    except OSError:
+        return False
+
+
 def report_lost_nodes(logs: Path, hosts: Sequence[str], reports: AgentReports, action: str) -> None:
     """Record that nodes have fallen silent, as one incident. action: what is done about the ranks on the others."""
     seconds = min(reports.nodes[host].silent for host in hosts)
@@ -401,7 +425,7 @@ def claim_ranks(logs: Path) -> bool:
     return True  # the descriptor stays open: the kernel gives the lock back when this process ends, however it does
 
 
-def main(logs: str, process: str, script: str) -> int:
+def main(logs: str, process: str, script: str, record: str = "") -> int:
     """Watch the ranks of one attempt. Errors of the supervisor itself are printed and do not affect the ranks."""
     # Handlers, and not SIG_IGN, which children would inherit: Slurm sends these to the whole batch step.
     stop_signals: list[int] = []
@@ -422,9 +446,11 @@ def main(logs: str, process: str, script: str) -> int:
     }
     if (Path(logs) / AGENT_ERRORS).exists():
         report_watch(Path(logs), "the supervisor has ended before the ranks, and was started again")
-    Supervisor(Path(logs), int(process), settings, resilience, config["launch"]).watch(stop_signals, int(script))
+    stop_record = int(record) if record else None
+    supervisor = Supervisor(Path(logs), int(process), settings, resilience, config["launch"], stop_record)
+    supervisor.watch(stop_signals, int(script))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:4]))
+    sys.exit(main(*sys.argv[1:5]))

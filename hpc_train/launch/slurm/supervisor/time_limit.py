@@ -2,7 +2,7 @@
 
 `sbatch --signal` has Slurm send one signal, to the job steps that are there at that moment. Ranks that start after it,
 because others have failed meanwhile, would train into the limit, and the job would end as TIMEOUT instead of being
-requeued.
+requeued. The same holds for the grace time of a job that is preempted: its limit is then the end of that time.
 """
 
 from __future__ import annotations
@@ -16,25 +16,35 @@ from hpc_train.launch.slurm.slurm_cli import client_environment, run_client
 SLURM_EARLY_SECONDS = 65.0
 """Seconds by which Slurm's signal may come before its time: up to 60 (sbatch(1), --signal), and some to be handled."""
 OUT_OF_TIME = "out-of-time"
-"""File in an attempt's log directory: its ranks were ended as they would not have trained before the time limit."""
+"""File in an attempt's log directory: its ranks were ended as they would not have trained before the time limit, or
+before the end of the grace time, in which case it has the word PREEMPTED."""
+PREEMPTED = "preempted"
 _REQUEUE_SECONDS = 40.0
 """How long it takes to end ranks and to requeue the job, at most."""
 _LAST_SECONDS = 20.0
 """As above where the machine is not overloaded: until then ranks may be busy with a save."""
 _TIME_LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
+_GRACE_SHARE = 1 / 3
+"""Share of a grace time that is left to end the ranks and to requeue the job, if the above is longer."""
+_SHORTENED_SECONDS = 30.0
+"""How much earlier than before a limit ends that was shortened, at least: squeue counts in whole seconds."""
 _AGAIN_SECONDS = 60.0
 """Between two questions where Slurm has not answered."""
 
 
 def time_left_command(job: str) -> list[str]:
     """Return the squeue command whose output parse_time_left understands."""
-    return ["squeue", "--noheader", f"--jobs={job}", "--format=%L"]
+    return ["squeue", "--noheader", f"--jobs={job}", "--format=%L %T"]
 
 
 def parse_time_left(text: str) -> float | None:
-    """Return seconds from squeue's `days-hours:minutes:seconds`; None for UNLIMITED, INVALID and other text."""
-    match = _TIME_LEFT.fullmatch(text.strip())
-    if match is None:
+    """Return seconds from squeue's `days-hours:minutes:seconds` and the state; None for UNLIMITED and other text.
+
+    Also None for a job that does not run any more: it has no time left, but is not at its limit.
+    """
+    left, _, state = text.strip().partition(" ")
+    match = _TIME_LEFT.fullmatch(left)
+    if match is None or state not in ("RUNNING", ""):
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
@@ -53,6 +63,18 @@ class TimeLimit:
         self._command, self._notice = time_left_command(job), notice
         self._next, self._end = 0.0, float("inf")
         self._question: subprocess.Popen[str] | None = None
+        self._known = False
+        self._grace: float | None = None
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether the limit was shortened as ask_again was called, which Slurm does where it preempts a job."""
+        return self._grace is not None
+
+    def ask_again(self) -> None:
+        """Ask at once: the job was asked to stop, maybe as it is preempted."""
+        self.close()
+        self._question, self._next = None, 0.0
 
     def is_near(self) -> bool:
         """Return whether the ranks have to stop now; never waits for Slurm."""
@@ -67,9 +89,13 @@ class TimeLimit:
             )
         if self._question is None or self._question.poll() is None:
             return False
-        left = parse_time_left(self._question.communicate()[0])
+        text = self._question.communicate()[0]
+        left = parse_time_left(text)
         self._question = None
-        self._end = time.monotonic() + left if left is not None else float("inf")
+        end = time.monotonic() + left if left is not None else float("inf")
+        if left is not None and self._known and end < self._end - _SHORTENED_SECONDS:
+            self._grace = left
+        self._end, self._known = end, self._known or bool(text.strip())
         self._next = time.monotonic() + (_AGAIN_SECONDS if left is None else max(left - self._notice, 1.0))
         return left is not None and left <= self._notice
 
@@ -79,6 +105,8 @@ class TimeLimit:
         saving: whether they may be busy with a save, for which they have longer than to start.
         """
         seconds = min(self._notice / 2, _LAST_SECONDS) if saving else min(self._notice, _REQUEUE_SECONDS)
+        if saving and self._grace is not None:
+            seconds = min(seconds, _GRACE_SHARE * self._grace)
         return time.monotonic() < self._end - seconds
 
     def close(self) -> None:
