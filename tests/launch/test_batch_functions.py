@@ -353,7 +353,7 @@ def test_ranks_that_start_again_do_not_wait_for_the_report_of_the_last_end(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("name", "state", "code"), [("TERM", "RUNNING", 75), ("USR2", "RUNNING", 75), ("TERM", "COMPLETING", 3)]
+    ("name", "state", "code"), [("TERM", "RUNNING", 75), ("USR2", "SIGNALING", 75), ("TERM", "COMPLETING", 3)]
 )
 def test_a_signal_that_comes_to_the_script_alone_asks_the_ranks_to_stop(
     tmp_path: Path, name: str, state: str, code: int

@@ -68,7 +68,8 @@ def test_guards_that_hear_nothing_of_the_script_ask_about_the_newest_attempt_and
 
 
 @pytest.mark.parametrize(
-    ("state", "asks"), [("RUNNING", 3), ("", 0), ("SUSPENDED", 0), ("COMPLETING", 0), ("CANCELLED", 0)]
+    ("state", "asks"),
+    [("RUNNING", 3), ("SIGNALING", 3), ("", 0), ("SUSPENDED", 0), ("COMPLETING", 0), ("CANCELLED", 0)],
 )
 def test_a_guard_asks_while_the_job_runs_and_leaves_when_it_ends(tmp_path: Path, state: str, asks: int) -> None:
     """Slurm would wait for it up to KillWait; and a job that ends has given back its script's node before others."""

@@ -82,6 +82,23 @@ def test_no_rank_starts_after_the_signal_and_the_job_is_requeued(tmp_path: Path)
     assert not (tmp_path / "decided").exists(), "it is no fault"
 
 
+@pytest.mark.parametrize("state", ["RUNNING", "SIGNALING"])
+@pytest.mark.parametrize(("log", "then"), [("", "requeue"), ("task-0.log", "restart")])
+def test_ranks_that_the_signal_has_ended_before_they_had_begun_are_no_fault(
+    tmp_path: Path, log: str, then: str, state: str
+) -> None:
+    """slurmstepd has ended them with exit code 1, before they could do anything about the signal.
+
+    SIGNALING: not all nodes have passed the signal on yet.
+    """
+    (tmp_path / "srun.err").write_text("srun: error: node1: task 0: Exited with exit code 1\n")
+    if log:
+        (tmp_path / log).touch()
+    lines = f"squeue() {{ echo {state} None; }}; "
+    lines += "decide_after_fault() { next=restart; }; stop_asked=1; settle_attempt 1; echo $next $code"
+    assert run_script(tmp_path, lines) == [f"{then} 1"]
+
+
 def test_the_supervisor_gets_the_record(tmp_path: Path) -> None:
     lines = """
     ranks() { until [ -e $logs/seen ]; do sleep 0.02; done; record_stop; sleep 0.2; }

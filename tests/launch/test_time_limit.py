@@ -34,6 +34,7 @@ def ask(limit: TimeLimit) -> bool:
     [
         ("1:30", 90),
         ("1:30 RUNNING", 90),
+        ("0:14 SIGNALING", 14),
         ("0:00 COMPLETING", None),
         ("2:00:05", 7205),
         ("1-00:00:01", 86401),

@@ -333,6 +333,11 @@ srun_was_stopped() {
   [[ "$before" = *"srun: forcing job termination" ]] && ! grep -qE "$srun_task_error" <<<"$before"
 }
 
+# Whether a rank of the attempt has begun. slurmstepd may end the others with any exit code at a signal.
+has_begun() {
+  compgen -G "$logs/task-*.log" >/dev/null
+}
+
 # settle_losses: srun's exit code is that of a task without which the others have gone on, to their end or a stop.
 settle_losses() {
   [ -e "$logs/loss-allowed" ] || return 0
@@ -352,6 +357,8 @@ settle_attempt() {
     { [ ! -e "$logs/loss-allowed" ] && failed_while_stopping "$code"; } || fault=""
   elif [ "$code" -ne 0 ] && srun_was_stopped; then
     why="srun was asked to stop by SIGTERM, and has killed the ranks" stopped=1 fault=""
+  elif [ "$code" -ne 0 ] && is_stop_asked && ! has_begun; then
+    why="asked to stop before the ranks had started" stopped=1 fault=""
   fi
   [ "$code" -ne 0 ] || fault=""
   if [ -n "$fault" ]; then

@@ -73,7 +73,7 @@ guard_job() {
     code=$?
     [ "$code" -gt 128 ] || return 0 # the script has ended the guard
     case "$(squeue -h -j "$job" -o %T)" in
-      RUNNING)
+      RUNNING | SIGNALING)
         "$@" "$run/logs/$(newest_attempt)"
         [ "$?" -ne "$exit_requeue" ] || return 0
         ;;

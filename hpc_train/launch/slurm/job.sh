@@ -42,7 +42,7 @@ pass_stop_signals_on() {
 # ranks have had a signal. scancel would then try again after 5 s, and for a minute and a half, and could meet the ranks of
 # the job that has come back.
 ask_ranks_to_stop() {
-  [ "$(squeue -h -j "$job" -o %T)" = RUNNING ] && timeout 5 scancel --quiet --signal=USR2 "$job"
+  [ "$(squeue -h -j "$job" -o %T | as_running)" = RUNNING ] && timeout 5 scancel --quiet --signal=USR2 "$job"
 }
 
 # stopped_early CODE: whether a stop signal ended a task before its handler was installed.
@@ -78,10 +78,15 @@ ask_slurm() {
   return "$code"
 }
 
+# Until all nodes have passed a signal on, which a lost one never does, a job that runs is SIGNALING.
+as_running() {
+  sed 's/^SIGNALING/RUNNING/'
+}
+
 # Print the state of this job, and Slurm's reason. A job that was cancelled, or is requeued by Slurm, gets the signals of
 # a stop, too: it is no longer RUNNING.
 read_job_state() {
-  ask_slurm squeue -h -j "$job" -o '%T %r' | head -n 1 | tr -cd 'A-Za-z_ '
+  ask_slurm squeue -h -j "$job" -o '%T %r' | head -n 1 | as_running | tr -cd 'A-Za-z_ '
 }
 
 may_run_again() {

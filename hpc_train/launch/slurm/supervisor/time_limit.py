@@ -44,7 +44,7 @@ def parse_time_left(text: str) -> float | None:
     """
     left, _, state = text.strip().partition(" ")
     match = _TIME_LEFT.fullmatch(left)
-    if match is None or state not in ("RUNNING", ""):
+    if match is None or state not in ("RUNNING", "SIGNALING", ""):
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
