@@ -37,7 +37,9 @@ class Model(Protocol):
     """
 
     plan: dict[str, str]
-    """Glob over module names -> how tensor parallelism splits it: col, row, seq, vocab, heads, enter or expert."""
+    """Glob over module names -> how tensor parallelism splits it: col, row, seq, vocab, heads, enter, expert, ...
+
+    All words are in parallel/tensor/tensor_plan.py."""
 
     def blocks(self) -> dict[str, nn.Module]:
         """Return the blocks by module name, in order: the units of sharding, recomputation and pipeline stages."""

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from hpc_train.checkpoint.extra_values import make_extra_targets, pack_extra, unpack_extra
 from hpc_train.checkpoint.load.load_step import load_newest_sound, load_step
-from hpc_train.checkpoint.module_shards import Modules, choose_writers, make_shard, name_tensors
+from hpc_train.checkpoint.module_shards import Modules, choose_writers, find_fused_names, make_shards, name_tensors
 from hpc_train.checkpoint.optimizer_state import NamedOptimizers, Optimizers, StateValue
 from hpc_train.checkpoint.rank_consensus import gather_and_decide, run_on_rank_0
 from hpc_train.checkpoint.save.save_step import SaveResult
@@ -275,7 +275,7 @@ def _prepare_save(
             }
             for number, group in enumerate(named.describe_groups())
         ]
-    shards = [shard for name, tensor in tensors.items() if (shard := make_shard(name, tensor)) is not None]
+    shards = make_shards(tensors, find_fused_names(model, parameters))
     return shards, frozenset(buffers), extra_shards, content
 
 
@@ -304,5 +304,5 @@ def _prepare_load(
         named.match_state(saved.optimizer_names)
         values = list(named.list_values())
         tensors |= {value.name: value.tensor for value in values}
-    shards = [shard for name, tensor in tensors.items() if (shard := make_shard(name, tensor)) is not None]
+    shards = make_shards(tensors, find_fused_names(model, parameters))
     return shards, values, named

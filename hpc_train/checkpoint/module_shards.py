@@ -21,10 +21,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial
 from torch.nn.parallel import DistributedDataParallel
 
-from hpc_train._torch.dtensor import shard_offset
 from hpc_train.errors import UserError
 from hpc_train.interfaces import TensorShard, World
 from hpc_train.runtime.consensus import report_lost_ranks
+from hpc_train.shard_rectangles import FusedParts, find_fused_parts, list_rectangles
 
 Modules = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 """A model; the pipeline stages of one; or several models by name, such as a model and its moving average."""
@@ -62,16 +62,30 @@ def name_tensors(modules: Modules) -> tuple[dict[str, nn.Parameter], dict[str, T
     return parameters, buffers
 
 
-def make_shard(name: str, tensor: Tensor) -> TensorShard | None:
-    """Make the shard of a tensor that this rank holds, sharing its memory; None if it holds nothing of it."""
-    tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
-        return TensorShard(name, tuple(tensor.shape), tensor.dtype, (0,) * tensor.ndim, tensor)
-    if any(isinstance(how, Partial) for how in tensor.placements):
-        raise UserError(f"tensor {name!r} is a sum that is not reduced yet (Partial); redistribute it first")
-    if tensor.device_mesh.get_coordinate() is None:
-        return None
-    return TensorShard(name, tuple(tensor.shape), tensor.dtype, shard_offset(tensor), tensor.to_local())
+def find_fused_names(modules: Modules, parameters: Mapping[str, nn.Parameter]) -> dict[str, FusedParts]:
+    """Return the parts of the fused parameters among `parameters`, by name; see shard_rectangles."""
+    fused: dict[nn.Parameter, FusedParts] = {}
+    for _, module in _list_modules(modules):
+        fused.update(find_fused_parts(module))
+    return {name: fused[parameter] for name, parameter in parameters.items() if parameter in fused}
+
+
+def make_shards(tensors: Mapping[str, Tensor], fused: Mapping[str, FusedParts]) -> list[TensorShard]:
+    """Make the shards that this rank holds of tensors, sharing their memory; none of what it holds nothing of.
+
+    tensors: parameters, buffers and optimizer state, by name. fused: parts of parameters.
+    """
+    shards = []
+    for name, tensor in tensors.items():
+        parts = fused.get(name.split(".", 2)[2] if name.startswith("optim.") else name)
+        if isinstance(tensor, DTensor):
+            if any(isinstance(how, Partial) for how in tensor.placements):
+                raise UserError(f"tensor {name!r} is a sum that is not reduced yet (Partial); redistribute it first")
+            if tensor.device_mesh.get_coordinate() is None:
+                continue
+        rectangles = list_rectangles(tensor, None if parts is None else parts.fit(tuple(tensor.shape)))
+        shards += [TensorShard(name, tuple(tensor.shape), tensor.dtype, offset, local) for offset, local in rectangles]
+    return shards
 
 
 def choose_writers(shards: list[TensorShard], first_writes: frozenset[str], world: World) -> list[TensorShard]:

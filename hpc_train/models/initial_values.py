@@ -32,7 +32,7 @@ ZEROS = Normal(0.0, 0.0)
 
 @dataclass(frozen=True)
 class Region:
-    """The rectangle of a parameter that this rank has."""
+    """A rectangle of a parameter that this rank has."""
 
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
@@ -60,18 +60,20 @@ def gpt2_init_rule(name: str, std: float, layers: int) -> Normal:
     return Normal(0.0, std / math.sqrt(2 * layers) if writes_residual else std)
 
 
-def get_whole_region(parameter: Tensor) -> Region:
-    """Return the region of a parameter that is not sharded."""
-    assert not hasattr(parameter, "placements"), "a sharded parameter needs its own `region`"
-    return Region(tuple(parameter.shape), (0,) * parameter.ndim, parameter.detach())
+def get_whole_region(parameter: Tensor) -> list[Region]:
+    """Return the one region of a parameter that is not sharded."""
+    assert not hasattr(parameter, "placements"), "a sharded parameter needs its own `find_regions`"
+    return [Region(tuple(parameter.shape), (0,) * parameter.ndim, parameter.detach())]
 
 
 @torch.no_grad()
-def initialise_parameters(module: nn.Module, seed: int, region: Callable[[Tensor], Region] = get_whole_region) -> None:
+def initialise_parameters(
+    module: nn.Module, seed: int, find_regions: Callable[[Tensor], list[Region]] = get_whole_region
+) -> None:
     """Fill every parameter in place with what the model's `init_rule` and (seed, name) say.
 
-    `region` says what a rank holds of a sharded parameter. A module without `init_rule`, such as a user's own, keeps
-    what its constructor drew. Raises UserError if such a module has parameters on the meta device.
+    `find_regions` says what a rank holds of a sharded parameter. A module without `init_rule`, such as a user's own,
+    keeps what its constructor drew. Raises UserError if such a module has parameters on the meta device.
     """
     if not isinstance(module, Initialised):
         _check_materialised(module)
@@ -79,10 +81,10 @@ def initialise_parameters(module: nn.Module, seed: int, region: Callable[[Tensor
     for name, parameter in module.named_parameters():
         if is_adapter_parameter(name):
             continue
-        part = region(parameter)
-        part.local.copy_(
-            draw_values(module.init_rule(name), seed, name, part.shape, part.offset, tuple(part.local.shape))
-        )
+        for part in find_regions(parameter):
+            part.local.copy_(
+                draw_values(module.init_rule(name), seed, name, part.shape, part.offset, tuple(part.local.shape))
+            )
 
 
 def draw_values(

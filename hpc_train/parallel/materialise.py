@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from hpc_train._torch.dtensor import shard_offset
 from hpc_train._torch.tensors import is_memoryless
 from hpc_train.errors import UserError
 from hpc_train.models.adapters.adapted_linear import initialise_adapters
 from hpc_train.models.adapters.names import is_adapter_parameter
 from hpc_train.models.adapters.nf4 import NF4_CODES, NF4_SCALES, quantize
 from hpc_train.models.deferred import DeferredValues, iterate_plain_tensors
-from hpc_train.models.initial_values import Region, get_whole_region, initialise_parameters
+from hpc_train.models.initial_values import Region, initialise_parameters
+from hpc_train.shard_rectangles import find_fused_parts, list_rectangles
 
 ParameterValues = MutableMapping[str, Tensor]
 """Whole parameters by name, in CPU memory."""
@@ -79,7 +78,7 @@ def materialise_parameters(part: nn.Module, values: ParameterValues, seed: int, 
     """
     if not is_on_meta(part):
         part.to(device)
-        initialise_adapters(part, seed, find_local_region)
+        initialise_adapters(part, seed, make_region_finder(part))
         return
     buffers = [(module, name, buffer) for module, name, buffer in _iterate_buffers(part) if not buffer.is_meta]
     _allocate_parameters(part, device)
@@ -90,9 +89,10 @@ def materialise_parameters(part: nn.Module, values: ParameterValues, seed: int, 
     moved: dict[int, Tensor] = {}
     for module, name, buffer in buffers:
         setattr(module, name, moved.setdefault(id(buffer), buffer.to(device)))
+    find_regions = make_region_finder(part)
     if not values:
-        initialise_parameters(part, seed, find_local_region)
-        initialise_adapters(part, seed, find_local_region)
+        initialise_parameters(part, seed, find_regions)
+        initialise_adapters(part, seed, find_regions)
         return
     with torch.no_grad():
         parameters = dict(part.named_parameters())
@@ -100,15 +100,17 @@ def materialise_parameters(part: nn.Module, values: ParameterValues, seed: int, 
             layer, _, leaf = name.rpartition(".")
             if is_adapter_parameter(name) or leaf == NF4_SCALES:
                 continue
-            region = find_local_region(parameter)
+            regions = find_regions(parameter)
             if leaf == NF4_CODES:
-                scales = find_local_region(parameters[f"{layer}.{NF4_SCALES}"])
-                _quantize_window(region, scales, values.pop(f"{layer}.weight"))
+                weight = values.pop(f"{layer}.weight")
+                for codes, scales in zip(regions, find_regions(parameters[f"{layer}.{NF4_SCALES}"]), strict=True):
+                    _quantize_window(codes, scales, weight)
                 continue
             value = values.pop(name)
-            window = tuple(slice(o, o + n) for o, n in zip(region.offset, region.local.shape, strict=True))
-            region.local.copy_(value[window])
-    initialise_adapters(part, seed, find_local_region)
+            for region in regions:
+                window = tuple(slice(o, o + n) for o, n in zip(region.offset, region.local.shape, strict=True))
+                region.local.copy_(value[window])
+    initialise_adapters(part, seed, find_regions)
 
 
 def _quantize_window(codes: Region, scales: Region, weight: Tensor) -> None:
@@ -174,11 +176,15 @@ def _iterate_buffers(part: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]
             yield module, name, buffer
 
 
-def find_local_region(parameter: Tensor) -> Region:
-    """Return this rank's rectangle of a parameter."""
-    if not isinstance(parameter, DTensor):
-        return get_whole_region(parameter)
-    return Region(tuple(parameter.shape), shard_offset(parameter), parameter.to_local().detach())
+def make_region_finder(part: nn.Module) -> Callable[[Tensor], list[Region]]:
+    """Return a function that finds this rank's rectangles of a parameter of `part`."""
+    fused: dict[Any, Any] = dict(find_fused_parts(part))
+
+    def find_regions(parameter: Tensor) -> list[Region]:
+        rectangles = list_rectangles(parameter, fused.get(parameter))
+        return [Region(tuple(parameter.shape), offset, local) for offset, local in rectangles]
+
+    return find_regions
 
 
 RESET_METHODS = (

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hpc_train._torch.dtensor import shard_offset
 from hpc_train._torch.tensors import multiply_tensors
 from hpc_train.components import explain_user_code
 from hpc_train.config.optim import EmaConfig
@@ -28,6 +27,7 @@ from hpc_train.models.adapters.nf4 import Nf4Weight
 from hpc_train.parallel.materialise import is_rehearsal
 from hpc_train.parallel.mesh_axes import find_replica, find_split_axes, get_axis_degree
 from hpc_train.parallel.precision.number_formats import LossScale
+from hpc_train.shard_rectangles import FusedParts, find_fused_parts, list_rectangles
 
 if TYPE_CHECKING:
     from hpc_train.parallel.optimizers.weight_average import WeightAverage
@@ -320,9 +320,12 @@ def list_tensor_shards(
     """
     writers = _WriterChoice()
     for part in parts:
+        fused = find_fused_parts(part)
         for parameter, name, tensor in _list_tensors(part, optimizer):
             still = parameter is not None and parameter.requires_grad
-            yield replace(_make_tensor_shard(name, tensor.detach(), writers, world, parameter in borrowed), still=still)
+            parts_of_it = fused[parameter].fit(tuple(tensor.shape)) if parameter in fused else None
+            shards = _make_tensor_shards(name, tensor.detach(), writers, world, parameter in borrowed, parts_of_it)
+            yield from (replace(shard, still=still) for shard in shards)
 
 
 def _list_tensors(part: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter | None, str, Tensor]]:
@@ -351,12 +354,12 @@ class _WriterChoice:
         return holder
 
 
-def _make_tensor_shard(name: str, tensor: Tensor, writers: _WriterChoice, world: World, borrowed: bool) -> TensorShard:
+def _make_tensor_shards(
+    name: str, tensor: Tensor, writers: _WriterChoice, world: World, borrowed: bool, fused: FusedParts | None
+) -> Iterator[TensorShard]:
     copy_index, count = find_replica(tensor, world)
     # Counted from the copy that was chosen to write, which becomes replica 0. A borrowed parameter is written by the
     # stage that owns it, so none of its copies here is 0.
     replica = (copy_index - writers.next(count, tensor.numel())) % count + (count if borrowed else 0)
-    shape = tuple(tensor.shape)
-    if isinstance(tensor, DTensor):
-        return TensorShard(name, shape, tensor.dtype, shard_offset(tensor), tensor.to_local(), replica)
-    return TensorShard(name, shape, tensor.dtype, (0,) * tensor.ndim, tensor, replica)
+    for offset, local in list_rectangles(tensor, fused):
+        yield TensorShard(name, tuple(tensor.shape), tensor.dtype, offset, local, replica)

@@ -31,6 +31,7 @@ from hpc_train.parallel.optimizers.parameter_groups import (
     make_groups,
     select_for_muon,
 )
+from hpc_train.shard_rectangles import find_fused_parts
 from hpc_train.traffic.moment_blocks import LEAST_ELEMENTS
 
 
@@ -47,7 +48,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig, world: World | None = 
     if config.groups:
         check_globs([group.match for group in config.groups], "optim.groups", trained, world)
     if config.name == "muon":
-        return _make_muon(trained, config, world)
+        return _make_muon(model, trained, config, world)
     if config.name == "sgd":
         return _make_sgd(trained, config)
     if config.name == "adafactor":
@@ -59,16 +60,17 @@ def make_optimizer(model: nn.Module, config: OptimConfig, world: World | None = 
         return ScheduleFreeAdamW(make_groups(trained, config, by_mesh=True), lr=config.lr, betas=betas, eps=config.eps)
     if config.state == "8bit":
         return _make_quantized_adamw(trained, config, world)
-    return _make_adamw(trained, config)
+    return _make_adamw(model, trained, config)
 
 
-def _make_adamw(trained: Sequence[TrainedParameter], config: OptimConfig) -> torch.optim.Optimizer:
+def _make_adamw(model: nn.Module, trained: Sequence[TrainedParameter], config: OptimConfig) -> torch.optim.Optimizer:
     if config.state == "bf16":
         from hpc_train.parallel.optimizers.rounded_adamw import RoundedAdamW
 
         return RoundedAdamW(
             make_groups(trained, config),
             {parameter.value: parameter.name for parameter in trained},
+            find_fused_parts(model),
             lr=config.lr,
             betas=(config.betas[0], config.betas[1]),
             eps=config.eps,
@@ -110,7 +112,9 @@ def _make_quantized_adamw(
     return optimizer
 
 
-def _make_muon(trained: Sequence[TrainedParameter], config: OptimConfig, world: World | None) -> torch.optim.Optimizer:
+def _make_muon(
+    model: nn.Module, trained: Sequence[TrainedParameter], config: OptimConfig, world: World | None
+) -> torch.optim.Optimizer:
     """Make Muon for hidden matrices, and AdamW for everything else."""
     from hpc_train.parallel.optimizers.muon import JointOptimizer, Muon
 
@@ -121,7 +125,7 @@ def _make_muon(trained: Sequence[TrainedParameter], config: OptimConfig, world: 
         group["lr_factor"] *= config.muon.lr_scale
     muon = Muon(groups or [{"params": []}], config.lr, config.weight_decay, config.muon, world)
     adamw_parameters = [parameter for parameter in trained if parameter.value not in muon_parameters]
-    return JointOptimizer([muon, _make_adamw(adamw_parameters, config)] if adamw_parameters else [muon])
+    return JointOptimizer([muon, _make_adamw(model, adamw_parameters, config)] if adamw_parameters else [muon])
 
 
 def _make_sgd(trained: Sequence[TrainedParameter], config: OptimConfig) -> torch.optim.Optimizer:

@@ -79,11 +79,11 @@ def test_a_shard_is_filled_through_its_region() -> None:
         id(parameter): name for name, parameter in shard.named_parameters() if name.endswith("attention.o.weight")
     }
 
-    def right_half(parameter: torch.Tensor) -> Region:
+    def right_half(parameter: torch.Tensor) -> list[Region]:
         if id(parameter) not in columns:
             return initial_values.get_whole_region(parameter)
         half = parameter.shape[1] // 2
-        return Region(tuple(parameter.shape), (0, half), parameter.detach()[:, half:])
+        return [Region(tuple(parameter.shape), (0, half), parameter.detach()[:, half:])]
 
     before = {name: shard.get_parameter(name).clone() for name in columns.values()}
     initialise_parameters(shard, 0, right_half)

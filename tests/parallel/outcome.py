@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 from plain_setup import global_batch, model, share
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from hpc_train._torch.dtensor import shard_offset
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import IGNORED_TARGET, Engine, MicroBatch, TensorShard, World
+from hpc_train.shard_rectangles import FusedParts, find_fused_parts, list_rectangles
 
 Array = npt.NDArray[np.float64]
 Arrays = dict[str, Array]
@@ -63,16 +62,17 @@ def whole(ranks: Sequence[Sequence[Held]]) -> Arrays:
 
 
 def gradients(module: nn.Module) -> list[Held]:
-    """Return this rank's rectangle of every parameter's gradient."""
-    found = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
-    return [_rectangle(name, gradient) for name, gradient in found]
+    """Return this rank's rectangles of every parameter's gradient."""
+    fused = find_fused_parts(module)
+    found = [(name, p.grad, fused.get(p)) for name, p in module.named_parameters() if p.grad is not None]
+    return [held for name, gradient, parts in found for held in _rectangles(name, gradient, parts)]
 
 
-def _rectangle(name: str, tensor: Tensor) -> Held:
-    sharded = isinstance(tensor, DTensor)
-    local = tensor.to_local() if sharded else tensor
-    offset = shard_offset(tensor) if sharded else (0,) * tensor.ndim
-    return Held(name, tuple(tensor.shape), offset, local.double().cpu().numpy().copy(), 0)
+def _rectangles(name: str, tensor: Tensor, fused: FusedParts | None = None) -> list[Held]:
+    return [
+        Held(name, tuple(tensor.shape), offset, local.double().cpu().numpy().copy(), 0)
+        for offset, local in list_rectangles(tensor, fused)
+    ]
 
 
 def engine_steps(
@@ -134,7 +134,7 @@ def state(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[Held]:
     tensors = dict(module.state_dict())
     for name, parameter in module.named_parameters():
         tensors.update({f"optim.{key}.{name}": value for key, value in optimizer.state.get(parameter, {}).items()})
-    return [_rectangle(name, tensor) for name, tensor in tensors.items()]
+    return [held for name, tensor in tensors.items() for held in _rectangles(name, tensor)]
 
 
 def assert_close(got: Arrays, wanted: Arrays, tolerance: float) -> None:

@@ -51,7 +51,7 @@ ADAPTERS = {
 }
 KINDS = (
     "gpt2", "llama", "qwen2", "gemma2", "gemma3", "phi", "olmo2", "gpt_neox", "mixtral", "bert", "t5", "vit",
-    "qwen2_moe", "bloom", "falcon",
+    "qwen2_moe", "bloom", "falcon", "phi3", "glm4", "gpt_oss", "bart", "falcon-one-key",
 )  # fmt: skip
 WIDE = {**TEXT, "hidden_size": 128, "intermediate_size": 256}
 """Sizes that NF4 can keep in blocks of 64 numbers, also in two parts."""

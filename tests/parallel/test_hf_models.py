@@ -11,7 +11,20 @@ import pytest
 import torch
 import transformers
 from drawn import draw
-from hf_models import CONFIGS, EXACT, IMAGES, STRANGERS, TEXT, Case, resume, save_model, train_and_save, truth
+from hf_models import (
+    BART,
+    CONFIGS,
+    EXACT,
+    GPT,
+    IMAGES,
+    STRANGERS,
+    TEXT,
+    Case,
+    resume,
+    save_model,
+    train_and_save,
+    truth,
+)
 from outcome import Outcome, assert_close, whole
 
 from hpc_train.config.model import HfModelConfig
@@ -44,6 +57,8 @@ FAMILY_OF = {
     "mistral-window": "mistral",
     "gemma3": "gemma3_text",
     "falcon-alibi": "falcon",
+    "falcon-one-key": "falcon",
+    "gpt_bigcode-heads": "gpt_bigcode",
     "phi-norms": "phi",
     "cohere-norms": "cohere",
     "glm4_moe-norms": "glm4_moe",
@@ -61,7 +76,7 @@ def allows(kind: str, layout: str) -> bool:
 
 
 CASES = [f"{kind} {layout}" for kind in CONFIGS for layout in LAYOUTS if allows(kind, layout)]
-DRAWN = ("qwen3 pp-2", "gemma3 cp-2", "olmo2 recompute", "vit ddp-2", "t5 tp-2", "deepseek_v2 tp-2")
+DRAWN = ("gpt2 tp-2", "qwen3 pp-2", "gemma3 cp-2", "olmo2 recompute", "vit ddp-2", "t5 tp-2", "deepseek_v2 tp-2")
 
 
 class Models:
@@ -154,8 +169,16 @@ REFUSED = {
         r"^parallel\.tp=2: does not divide num_experts=3 of ",
     ),
     "one key head for all": (
-        transformers.FalconConfig(vocab_size=48, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
+        transformers.Phi3Config(**{**TEXT, "num_key_value_heads": 1}, pad_token_id=0),
         r"^parallel\.tp=2: does not divide num_key_value_heads=1 of ",
+    ),
+    "layers of an encoder": (
+        transformers.BartConfig(**{**BART, "encoder_ffn_dim": 41}),
+        r"^parallel\.tp=2: does not divide encoder_ffn_dim=41 of ",
+    ),
+    "groups of heads": (
+        transformers.CodeGenConfig(**{**GPT, "n_head": 6, "n_embd": 36}),
+        r"^parallel\.tp=3: not for CodeGen of transformers, which has its heads in 4 groups; use a divisor of 4, or ",
     ),
     "norms of single heads": (
         transformers.StableLmConfig(**TEXT, qk_layernorm=True),
@@ -168,8 +191,10 @@ REFUSED = {
 def test_sizes_that_tp_cannot_split_are_one_line_before_any_rank(name: str, tmp_path: Path) -> None:
     config, line = REFUSED[name]
     config.save_pretrained(tmp_path)
+    task = "seq2seq_lm" if config.is_encoder_decoder else "causal_lm"
+    ranks = 3 if "tp=3" in line else 2
     with pytest.raises(UserError, match=line):
-        check_support(Case("refused", tmp_path, 2, ("parallel.tp=2", "model.task=causal_lm")).config(), 2)
+        check_support(Case("refused", tmp_path, ranks, (f"parallel.tp={ranks}", f"model.task={task}")).config(), ranks)
 
 
 @pytest.mark.parametrize(

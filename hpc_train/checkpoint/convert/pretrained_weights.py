@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hpc_train.checkpoint.convert.formats.mxfp4 import BLOCKS, SCALES, expand_mxfp4, find_expanded_shape
 from hpc_train.checkpoint.convert.formats.safetensors_files import import_safetensors, list_weight_files
 from hpc_train.checkpoint.convert.formats.torch_files import open_foreign_file
 from hpc_train.config.model import HfModelConfig
@@ -44,6 +45,8 @@ class TensorHeader:
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    mxfp4: tuple[Path, Path] | None = None
+    """Files of the blocks and of the scales that it is expanded from, see formats/mxfp4.py."""
 
 
 class PretrainedWeights:
@@ -53,6 +56,8 @@ class PretrainedWeights:
         """Read the headers. Raises UserError for files that are no safetensors files, or hold no plain weights."""
         self._folder = Path(config.path).expanduser()
         self._stored = _read_headers(self._folder)
+        if read_config_file(config).is_mxfp4:
+            self._stored = _join_mxfp4(self._stored)
         _check_dtypes(self._stored, config, self._folder)
 
     def plan(self, model: nn.Module) -> WeightsPlan:
@@ -90,9 +95,12 @@ class PretrainedWeights:
         return source.convert(self._read_stored)[name]
 
     def _read_stored(self, name: str) -> Tensor:
+        header = self._stored[name]
         with ExitStack() as stack:
-            file = _open(self._stored[name].file, stack)
-            tensor: Tensor = file.get_tensor(name)
+            if header.mxfp4 is not None:
+                of_blocks, of_scales = (_open(path, stack) for path in header.mxfp4)
+                return expand_mxfp4(of_blocks.get_tensor(f"{name}{BLOCKS}"), of_scales.get_tensor(f"{name}{SCALES}"))
+            tensor: Tensor = _open(header.file, stack).get_tensor(name)
         return tensor
 
     def _find_shape(self, source: Conversion, name: str) -> tuple[int, ...]:
@@ -221,6 +229,21 @@ def _read_headers(folder: Path) -> dict[str, TensorHeader]:
                     raise UserError(f"{path}: has the tensor {name}, which {stored[name].file.name} has too")
                 stored[name] = TensorHeader(path, tuple(part.get_shape()), str(part.get_dtype()))
     return stored
+
+
+def _join_mxfp4(stored: dict[str, TensorHeader]) -> dict[str, TensorHeader]:
+    """Return the headers with one for each weight in MXFP4, in the place of those of its blocks and its scales.
+
+    Raises UserError for blocks without scales, and for shapes that do not fit.
+    """
+    joined = dict(stored)
+    for name in [name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS)]:
+        blocks, scales = joined.pop(f"{name}{BLOCKS}"), joined.pop(f"{name}{SCALES}", None)
+        if scales is None or (blocks.dtype, scales.dtype) != ("U8", "U8"):
+            raise UserError(f"{blocks.file}: {name}{BLOCKS} has no {name}{SCALES}, or they are not uint8 (MXFP4)")
+        shape = find_expanded_shape(name, blocks.shape, scales.shape)
+        joined[name] = TensorHeader(blocks.file, shape, "BF16", (blocks.file, scales.file))
+    return joined
 
 
 def _open(path: Path, stack: ExitStack) -> Any:

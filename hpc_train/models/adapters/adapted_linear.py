@@ -236,18 +236,20 @@ def copy_adapters(part: nn.Module, model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def initialise_adapters(part: nn.Module, seed: int, region: Callable[[Tensor], Region] = get_whole_region) -> None:
+def initialise_adapters(
+    part: nn.Module, seed: int, find_regions: Callable[[Tensor], list[Region]] = get_whole_region
+) -> None:
     """Fill the adapters in place: A from a normal distribution of the variance that PEFT has, all else with zeros.
 
-    Values depend on seed, name and position only, not on the layout. region: finds the part of a split parameter that
-    this rank has.
+    Values depend on seed, name and position only, not on the layout. find_regions: finds what this rank has of a
+    split parameter.
     """
     for name, parameter in part.named_parameters():
         if not is_adapter_parameter(name):
             continue
-        shard = region(parameter)
         layer = cast("AdaptedLayer", part.get_submodule(name.rpartition(".")[0]))
         is_a = name.endswith(ADAPTER_A)
         # PEFT draws A uniformly (Kaiming with a = sqrt(5)) from +-1 / sqrt(inputs), whose variance is 1 / (3 inputs).
-        rule = Normal(0.0, 1 / math.sqrt(3 * shard.shape[layer.inputs_dim]) if is_a else 0.0)
-        shard.local.copy_(draw_values(rule, seed, name, shard.shape, shard.offset, tuple(shard.local.shape)))
+        rule = Normal(0.0, 1 / math.sqrt(3 * parameter.shape[layer.inputs_dim]) if is_a else 0.0)
+        for shard in find_regions(parameter):
+            shard.local.copy_(draw_values(rule, seed, name, shard.shape, shard.offset, tuple(shard.local.shape)))

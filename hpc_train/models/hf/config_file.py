@@ -44,12 +44,17 @@ _DROPOUTS = (
     "drop_path_rate",
     "embedding_dropout",
     "residual_dropout",
+    "activation_dropout",
+    "encoder_layerdrop",
+    "decoder_layerdrop",
 )
 _GPT2_DROPOUTS = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
 _BERT_DROPOUTS = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 _WINDOW: dict[str, float] = {"sliding_window": 4096}
 _LIBRARY_DEFAULTS: dict[str, dict[str, float]] = {
     "gpt2": _GPT2_DROPOUTS,
+    "gpt_bigcode": {**_GPT2_DROPOUTS, "multi_query": True},
+    **{key: {"dropout": 0.1} for key in ("bart", "mbart", "pegasus")},
     **dict.fromkeys(("bert", "roberta", "xlm-roberta"), _BERT_DROPOUTS),
     "distilbert": {"dropout": 0.1, "attention_dropout": 0.1},
     "opt": {"dropout": 0.1},
@@ -61,7 +66,7 @@ _LIBRARY_DEFAULTS: dict[str, dict[str, float]] = {
 }
 """Dropouts and windows that transformers takes for a model type whose config.json does not give them."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_POSITION_KEYS = ("max_position_embeddings", "n_positions")
+_POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,8 @@ class ConfigFile:
 
     folder: Path
     body: dict[str, Any]
+    is_mxfp4: bool = False
+    """Its weights are in 4 bits (gpt-oss), and are expanded when they are read; `body` no longer says so."""
 
     @property
     def model_type(self) -> str:
@@ -133,7 +140,9 @@ class ConfigFile:
     def find_dropout(self) -> str | None:
         """Return the first setting, as key=value, that drops activations or attention weights; given or by default."""
         vision, defaults = self.body.get("vision_config"), _LIBRARY_DEFAULTS.get(self.model_type, {})
-        for body in ({**defaults, **self.body}, vision if isinstance(vision, dict) else {}):
+        attention = self.body.get("attn_config")
+        parts = [part for part in (vision, attention) if isinstance(part, dict)]
+        for body in ({**defaults, **self.body}, *parts):
             for key in _DROPOUTS:
                 if isinstance(value := body.get(key), (int, float)) and value > 0:
                     return f"{key}={value:g}"
@@ -163,8 +172,17 @@ def read_config_file(config: HfModelConfig) -> ConfigFile:
     except (OSError, ValueError, RecursionError) as error:
         why = " ".join(str(getattr(error, "strerror", None) or error).split())[:200]
         raise UserError(f"{file}: is not a configuration of transformers ({why})") from None
+    is_mxfp4 = _is_mxfp4(body)
+    if is_mxfp4:
+        del body["quantization_config"]
     _check_body(body, file)
-    return ConfigFile(folder, body)
+    return ConfigFile(folder, body, is_mxfp4)
+
+
+def _is_mxfp4(body: Any) -> bool:
+    settings = body.get("quantization_config") if isinstance(body, dict) else None
+    is_one = isinstance(settings, dict) and settings.get("quant_method") == "mxfp4"
+    return is_one and body.get("model_type") == "gpt_oss"
 
 
 def _explain_missing(folder: Path) -> str:

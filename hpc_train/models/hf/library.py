@@ -204,6 +204,15 @@ def limit_experts(experts: nn.Module, count: int) -> None:
     experts._is_expert_parallel = True  # type: ignore[assignment]
 
 
+def can_leave_out_tokens(experts: nn.Module) -> bool:
+    """Return whether a module of stacked experts leaves out tokens whose index is its number of experts.
+
+    gpt-oss's own loop looks for them, but counts one expert too few to get there.
+    """
+    implementation = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+    return type(experts).__name__ != "GptOssExperts" or implementation not in (None, "eager")
+
+
 _SPLIT_EXPERTS = {"mixtral": ("w1", "w2", "w3"), "qwen2_moe": ("gate_proj", "up_proj", "down_proj")}
 """Names that single experts had before the library joined them, by the family whose rules a model type follows."""
 

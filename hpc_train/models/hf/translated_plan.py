@@ -9,6 +9,7 @@ from typing import Any, cast
 from torch import nn
 
 from hpc_train.models.hf.families import Family
+from hpc_train.models.hf.family_plans import Projections
 from hpc_train.models.hf.library import get_tensor_plan
 from hpc_train.models.layers import match_tensor_plan
 
@@ -31,8 +32,15 @@ def make_tensor_plan(model: nn.Module, family: Family) -> dict[str, str]:
     With a plan of the library, embedding and head are split by vocabulary. With one of the family's own they stay whole
     on each rank, unless it names them. Empty for a plan that cannot be applied.
     """
-    plan = dict(family.projections) or _translate_plan(model)
+    plan = dict(_choose_projections(model, family)) or _translate_plan(model)
     return match_tensor_plan({**_add_head_norms(plan, model), **plan}, model)
+
+
+def _choose_projections(model: nn.Module, family: Family) -> Projections:
+    """Return the family's own lines; those for one key of all heads where the model has one (Falcon, GPT-BigCode)."""
+    config: Any = model.config
+    one_key = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
+    return family.one_key_projections if one_key and family.one_key_projections else family.projections
 
 
 def _translate_plan(model: nn.Module) -> dict[str, str]:

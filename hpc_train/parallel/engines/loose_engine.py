@@ -102,7 +102,7 @@ class LooseEngine:
         self._outer.finish_communication()
         # Copies are numbered without gaps in a checkpoint.
         copy = self._copy if self.copy_group is None else self.copy_group.index
-        outers: dict[str, list[OuterParameter]] = {}  # of a name that two stages of this rank have, in their order
+        outers: dict[str, list[OuterParameter]] = {}  # two stages of this rank may have the same name
         for parameter in self._outer.parameters:
             outers.setdefault(parameter.name, []).append(parameter)
         for shard in self._engine.shards():
@@ -111,12 +111,13 @@ class LooseEngine:
             if shard.name.startswith("optim."):
                 yield replace(shard, name=f"optim.copy{copy}_{shard.name.removeprefix('optim.')}")
             elif shard.name in outers:
-                outer = outers[shard.name].pop(0)
-                yield replace(common, local=outer.anchor)
+                outer = next(one for one in outers[shard.name] if _is_part(shard.local, one.local))
+                yield replace(common, local=_view_part(outer.anchor, shard.local, outer.local))
                 yield replace(shard, name=f"optim.copy{copy}_parameter.{shard.name}")
                 for key, tensor in (("momentum", outer.momentum), ("delta", outer.delta)):
                     if tensor is not None:
-                        yield replace(common, name=f"optim.outer_{key}.{shard.name}", local=tensor)
+                        part = _view_part(tensor, shard.local, outer.local)
+                        yield replace(common, name=f"optim.outer_{key}.{shard.name}", local=part)
             else:
                 yield common
 
@@ -224,3 +225,15 @@ def _check_buffers(model: nn.Module, config: RunConfig) -> None:
 def _list_saved_buffers(model: nn.Module) -> Sequence[str]:
     saved = set(model.state_dict(keep_vars=True))
     return [name for name, _ in model.named_buffers() if name in saved]
+
+
+def _is_part(part: Tensor, whole: Tensor) -> bool:
+    """Return whether the memory of `part` is in that of `whole`; nothing is in any."""
+    begin = whole.data_ptr()
+    return part.numel() == 0 or begin <= part.data_ptr() < begin + whole.nbytes
+
+
+def _view_part(tensor: Tensor, part: Tensor, whole: Tensor) -> Tensor:
+    """Return the view of a contiguous tensor that `part` is of `whole`: a rank has a fused matrix in several parts."""
+    place = part.storage_offset() - whole.storage_offset()
+    return tensor if part.shape == whole.shape else tensor.as_strided(part.shape, part.stride(), place)

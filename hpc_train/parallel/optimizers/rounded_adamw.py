@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from hpc_train._torch.dtensor import shard_offset
 from hpc_train.models.dropout import hash_text, mix_bits
 from hpc_train.parallel.optimizer_step import get_local
+from hpc_train.shard_rectangles import FusedParts, list_rectangles
 
 _CUT_BITS = 16
 """Bits of a float32 that bfloat16 does not have."""
@@ -31,13 +30,15 @@ class RoundedAdamW(torch.optim.Optimizer):
         self,
         groups: list[dict[str, Any]],
         names: Mapping[nn.Parameter, str],
+        fused: Mapping[nn.Parameter, FusedParts] | None = None,
         *,
         lr: float,
         betas: tuple[float, float],
         eps: float,
     ) -> None:
-        """names: of the parameters in the model, from which the random bits come."""
+        """names: of the parameters in the model, from which the random bits come. fused: parts of fused matrices."""
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self._fused = fused or {}
         self._keys = {parameter: hash_text(name) for parameter, name in names.items()}
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -64,7 +65,7 @@ class RoundedAdamW(torch.optim.Optimizer):
         first, second = get_local(state["exp_avg"]), get_local(state["exp_avg_sq"])
         mean = first.to(values.dtype).lerp_(gradient, 1 - beta1)
         square = second.to(values.dtype).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        bits = make_random_bits(parameter, self._keys[parameter] ^ int(count))
+        bits = make_random_bits(parameter, self._keys[parameter] ^ int(count), self._fused.get(parameter))
         first.copy_(round_stochastically(mean, bits & 0xFFFF))
         second.copy_(round_stochastically(square, (bits >> _CUT_BITS) & 0xFFFF))
         values.mul_(1 - group["lr"] * group["weight_decay"])
@@ -72,14 +73,16 @@ class RoundedAdamW(torch.optim.Optimizer):
         values.addcdiv_(mean, denominator, value=-group["lr"] / (1 - beta1**count))
 
 
-def make_random_bits(parameter: Tensor, key: int) -> Tensor:
+def make_random_bits(parameter: Tensor, key: int, fused: FusedParts | None = None) -> Tensor:
     """Return 64 random bits for each element that this rank has of a parameter, int64, shaped as its local tensor."""
-    local = get_local(parameter)
-    offset = shard_offset(parameter) if isinstance(parameter, DTensor) else (0,) * parameter.ndim
-    place = torch.zeros((), dtype=torch.int64, device=local.device)
-    for begin, length, full_length in zip(offset, local.shape, parameter.shape, strict=True):
-        row = torch.arange(begin, begin + length, device=local.device)
-        place = place.unsqueeze(-1) * full_length + row
+    places = []
+    for offset, local in list_rectangles(parameter, fused):
+        place = torch.zeros((), dtype=torch.int64, device=local.device)
+        for begin, length, full_length in zip(offset, local.shape, parameter.shape, strict=True):
+            row = torch.arange(begin, begin + length, device=local.device)
+            place = place.unsqueeze(-1) * full_length + row
+        places.append(place)
+    place = places[0] if fused is None else torch.cat(places, fused.dim)
     return mix_bits(mix_bits(place) ^ key)
 
 

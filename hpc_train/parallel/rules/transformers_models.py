@@ -53,13 +53,23 @@ def _check_heads(file: ConfigFile, tp: int) -> None:
                 f"parallel.tp={tp}: not for {file.family.name} of transformers with {key}={file.body[key]} in its "
                 f"config.json; {_INSTEAD}"
             )
+    if (groups := file.family.groups_of_heads) and groups % tp:
+        raise UserError(
+            f"parallel.tp={tp}: not for {file.family.name} of transformers, which has its heads in {groups} groups; "
+            f"use a divisor of {groups}, or {_INSTEAD}"
+        )
     part = "vision_config" if file.family.task == "image_classification" else "text_config"
-    heads = file.get_number("num_attention_heads", "n_head", "num_heads", part=part)
+    heads = file.get_number("num_attention_heads", "n_head", "n_heads", "num_heads", part=part)
+    key_heads = (file.key_heads if part == "text_config" else None) or heads
+    if key_heads == 1 and file.family.one_key_projections:
+        key_heads = heads  # each rank has the one key
+    sides = [f"{side}_{key}" for side in ("encoder", "decoder") for key in ("attention_heads", "ffn_dim")]
     for key, count in (
         ("num_attention_heads", heads),
-        ("num_key_value_heads", (file.key_heads if part == "text_config" else None) or heads),
-        ("intermediate_size", file.get_number("intermediate_size", "ffn_dim", "d_ff", part=part)),
+        ("num_key_value_heads", key_heads),
+        ("intermediate_size", file.get_number("intermediate_size", "ffn_dim", "d_ff", "n_inner", part=part)),
         ("num_experts", file.get_number("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")),
+        *((key, file.get_number(key)) for key in sides),
     ):
         if count is not None and count % tp:
             raise UserError(f"parallel.tp={tp}: does not divide {key}={count} of {file.folder / 'config.json'}")

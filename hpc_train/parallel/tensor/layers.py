@@ -21,11 +21,19 @@ from torch.distributed.tensor import DTensor, Shard
 from hpc_train._torch.process_groups import all_gather
 from hpc_train._torch.tensors import check_on_device
 from hpc_train.errors import UserError
-from hpc_train.models.adapters.adapted_linear import AdaptedLinear
+from hpc_train.models.adapters.adapted_linear import AdaptedLayer, AdaptedLinear
 from hpc_train.models.adapters.names import ADAPTER_A, ADAPTER_B, ADAPTER_MAGNITUDE
 from hpc_train.models.adapters.nf4 import BLOCK, NF4_CODES, NF4_SCALES, Nf4Weight, multiply
 from hpc_train.models.layers import LinearGroup
 from hpc_train.parallel.reduce_scatter import reduce_parts
+from hpc_train.parallel.tensor.fused_layouts import (
+    count_inputs,
+    count_outputs,
+    find_inputs_dim,
+    lay_out_fused,
+    lay_out_matrix,
+    orient,
+)
 from hpc_train.parallel.tensor.local_parameters import ParameterLayout, ParameterLayouts
 from hpc_train.traffic.model_axes import assign_kv_heads
 
@@ -193,23 +201,31 @@ def _add_bias(product: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def split_columns(
-    parent: nn.Module, layers: dict[str, nn.Linear], axis: TensorAxis, asynchronous: bool, layouts: ParameterLayouts
+    parent: nn.Module,
+    layers: dict[str, tuple[nn.Module, str]],
+    axis: TensorAxis,
+    asynchronous: bool,
+    layouts: ParameterLayouts,
 ) -> None:
-    """Make the layers of `parent` that a plan calls col column-parallel.
+    """Make the layers of `parent` that a plan calls col, or fused_qkv or fused_gate_up, column-parallel.
 
-    They are split by heads where the parent has a `head_dim`. Where there are fewer key and value heads than ranks, or
-    numbers that do not divide, the layers of those heads stay whole and each rank computes the heads that its own query
-    heads attend to. Raises UserError where the widest layer does not divide.
+    layers: by name, with these words. Layers of col are split by heads where the parent has a `head_dim`. Where there
+    are fewer key and value heads than ranks, or numbers that do not divide, the layers of those heads stay whole and
+    each rank computes the heads that its own query heads attend to. Raises UserError where the widest layer does not
+    divide.
     """
     unit = int(getattr(parent, "head_dim", 1))
-    heads = max(layer.out_features for layer in layers.values()) // unit
-    for name, layer in layers.items():
-        layout = lay_out_heads(name, layer.out_features // unit, heads, unit, axis)
-        layouts.update(
-            {(layer, key): layout for key in ("weight", "bias", NF4_CODES, NF4_SCALES, ADAPTER_B, ADAPTER_MAGNITUDE)}
-        )
+    columns = [layer for layer, style in layers.values() if style == "col"]
+    heads = max(map(count_outputs, columns), default=0) // unit
+    for name, (layer, style) in layers.items():
+        if style == "col":
+            layout = lay_out_heads(name, count_outputs(layer) // unit, heads, unit, axis)
+        else:
+            layout = lay_out_fused(name, layer, style, parent, axis)
+        layouts.update({(layer, key): layout for key in ("bias", NF4_CODES, NF4_SCALES, ADAPTER_MAGNITUDE)})
+        layouts.update({(layer, key): lay_out_matrix(name, layer, layout) for key in ("weight", ADAPTER_B)})
         layouts[layer, ADAPTER_A] = ParameterLayout(partial=True)  # whole; each rank's columns add to its gradient
-    _replace_forwards(parent, list(layers.values()), make_column_products(axis, asynchronous))
+    _replace_forwards(parent, [layer for layer, _ in layers.values()], make_column_products(axis, asynchronous))
 
 
 def lay_out_heads(name: str, units: int, heads: int, unit: int, axis: TensorAxis) -> ParameterLayout:
@@ -224,31 +240,32 @@ def lay_out_heads(name: str, units: int, heads: int, unit: int, axis: TensorAxis
     return ParameterLayout(partial=True, units=assign_kv_heads(heads, units, axis.rank, axis.size), unit_rows=unit)
 
 
-def _replace_forwards(parent: nn.Module, layers: list[nn.Linear], products: ColumnProducts) -> None:
+def _replace_forwards(parent: nn.Module, layers: list[nn.Module], products: ColumnProducts) -> None:
     """Make `layers` compute this rank's columns: each when called, or all at once in a LinearGroup of `parent`."""
 
-    def compute(x: Tensor, *called: nn.Linear) -> tuple[Tensor, ...]:
-        adapted = [layer for layer in called if isinstance(layer, AdaptedLinear)]
-        outputs = products(x, [*called, *(layer.lora_a for layer in adapted)])
+    def compute(x: Tensor, *called: Any) -> tuple[Tensor, ...]:
+        adapted = [layer for layer in called if isinstance(layer, AdaptedLayer)]
+        weights = [layer if isinstance(layer, nn.Linear) else layer.weight.t() for layer in called]
+        outputs = products(x, [*weights, *(orient(layer, layer.lora_a) for layer in adapted)])
         lows = iter(outputs[len(called) :])
         return tuple(
-            _add_bias(layer.combine(output, next(lows)) if isinstance(layer, AdaptedLinear) else output, layer.bias)
+            _add_bias(layer.combine(output, next(lows)) if isinstance(layer, AdaptedLayer) else output, layer.bias)
             for output, layer in zip(outputs, called, strict=False)
         )
 
     for layer in layers:
-        layer.forward = _single_output(compute, layer)  # type: ignore[method-assign, assignment]
+        layer.forward = _single_output(compute, layer)
     for group in parent.children():
         if isinstance(group, LinearGroup):
             group.forward = _make_group_forward(compute, layers)  # type: ignore[method-assign]
 
 
-def _single_output(compute: Callable[..., tuple[Tensor, ...]], layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+def _single_output(compute: Callable[..., tuple[Tensor, ...]], layer: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda x: compute(x, layer)[0]
 
 
 def _make_group_forward(
-    compute: Callable[..., tuple[Tensor, ...]], columns: list[nn.Linear]
+    compute: Callable[..., tuple[Tensor, ...]], columns: list[nn.Module]
 ) -> Callable[..., tuple[Tensor, ...]]:
     """Make a LinearGroup's forward: one `compute` if all its layers are column-parallel, else a call for each."""
 
@@ -269,39 +286,40 @@ def _check_columns(name: str, units: int, heads: int, axis: TensorAxis, unit: in
         )
 
 
-def split_rows(name: str, layer: nn.Linear, axis: TensorAxis, asynchronous: bool, layouts: ParameterLayouts) -> None:
+def split_rows(name: str, layer: Any, axis: TensorAxis, asynchronous: bool, layouts: ParameterLayouts) -> None:
     """Make a layer row-parallel. Raises UserError where its inputs do not divide."""
-    if layer.in_features % axis.size:
+    inputs = count_inputs(layer)
+    if inputs % axis.size:
         raise UserError(
-            f"parallel.tp={axis.size}: {name} has {layer.in_features} inputs, which do not divide; "
-            f"use a divisor of {layer.in_features}"
+            f"parallel.tp={axis.size}: {name} has {inputs} inputs, which do not divide; use a divisor of {inputs}"
         )
-    if isinstance(layer, Nf4Weight) and layer.in_features // axis.size % BLOCK:
+    if isinstance(layer, Nf4Weight) and inputs // axis.size % BLOCK:
         raise UserError(
-            f"adapter.base=nf4: {name} has {layer.in_features} inputs, of which parallel.tp={axis.size} would split "
+            f"adapter.base=nf4: {name} has {inputs} inputs, of which parallel.tp={axis.size} would split "
             f"blocks of {BLOCK} numbers; use parallel=fsdp, or adapter.base=full"
         )
-    layouts.update({(layer, key): ParameterLayout(Shard(1)) for key in ("weight", NF4_CODES, NF4_SCALES)})
+    by_inputs = ParameterLayout(Shard(find_inputs_dim(layer)))
+    layouts.update({(layer, key): by_inputs for key in ("weight", NF4_CODES, NF4_SCALES)})
     # The bias is added once, after the sum. Where positions are split, each rank sees only its own in the gradient.
     layouts[layer, "bias"] = ParameterLayout(partial=axis.sequence)
-    if isinstance(layer, AdaptedLinear):
+    if isinstance(layer, AdaptedLayer):
         _split_adapted_rows(layer, axis, layouts)
         return
     if isinstance(layer, Nf4Weight) or hasattr(layer, "product"):
-        layer.forward = lambda x: _add_bias(axis.leave(multiply(layer, x)), layer.bias)  # type: ignore[method-assign, assignment]
+        layer.forward = lambda x: _add_bias(axis.leave(multiply(layer, x)), layer.bias)
         return
     product = make_row_product(axis, asynchronous)
-    layer.forward = lambda x: _add_bias(product(x, layer.weight), layer.bias)  # type: ignore[method-assign, assignment]
+    layer.forward = lambda x: _add_bias(product(x, orient(layer, layer.weight)), layer.bias)
 
 
-def _split_adapted_rows(layer: AdaptedLinear, axis: TensorAxis, layouts: ParameterLayouts) -> None:
+def _split_adapted_rows(layer: AdaptedLayer, axis: TensorAxis, layouts: ParameterLayouts) -> None:
     """Make a layer with an adapter row-parallel: A is split as the weight is, and one sum over ranks serves both."""
-    layouts[layer, ADAPTER_A] = ParameterLayout(Shard(1))
+    layouts[layer, ADAPTER_A] = ParameterLayout(Shard(layer.inputs_dim))
     layouts[layer, ADAPTER_B] = layouts[layer, ADAPTER_MAGNITUDE] = ParameterLayout(partial=True)
     layer.sum_squares = axis.sum
 
     def forward(x: Tensor) -> Tensor:
-        out = layer.combine(multiply(layer, x), F.linear(x, layer.lora_a))
+        out = layer.combine(layer.multiply_weight(x), layer.multiply_a(x))
         return _add_bias(axis.leave(out), layer.bias)
 
     layer.forward = forward  # type: ignore[method-assign, assignment]

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from hpc_train.errors import UserError
+from hpc_train.shard_rectangles import FusedParts
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class ParameterLayout:
     """For a replicated parameter, the units of rows (heads) that this rank computes with; None: all rows."""
     unit_rows: int = 1
     """Rows of a unit."""
+    fused: FusedParts | None = None
+    """The parts along the split dimension, each of which is split: the rank stores its share of each in turn."""
     gradient_scale: float = 1.0
     """Factor on the gradient."""
 
@@ -96,17 +99,18 @@ def distribute_parameters(part: nn.Module, mesh: DeviceMesh, layouts: ParameterL
     distribute_named_parameters has seen stay as they are.
     Raises UserError where two modules share a parameter but split it differently.
     """
-    distributed: dict[nn.Parameter, tuple[Placement, nn.Parameter]] = {}
+    distributed: dict[nn.Parameter, tuple[ParameterLayout, nn.Parameter]] = {}
     for module in part.modules():
         if hasattr(module, "_layouts"):
             continue
         module_layouts = {}
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             module_layouts[name] = layouts.get((module, name), ParameterLayout())
-            placement = module_layouts[name].placement
+            layout = module_layouts[name]
             if parameter not in distributed:
-                distributed[parameter] = (placement, _distribute_parameter(parameter, mesh, (placement,)))
-            if distributed[parameter][0] != placement:
+                distributed[parameter] = (layout, _distribute_parameter(parameter, mesh, (layout.placement,), layout))
+            earlier = distributed[parameter][0]
+            if (earlier.placement, earlier.fused) != (layout.placement, layout.fused):
                 kind = type(part).__name__
                 raise UserError(f"{kind}.plan: two modules share a parameter {name}, but split it in different ways")
             module.register_parameter(name, distributed[parameter][1])
@@ -118,7 +122,7 @@ def distribute_named_parameters(module: nn.Module, mesh: DeviceMesh, layouts: di
     """Do the same to one module's own parameters, by name, on a mesh of its own."""
     for name, layout in layouts.items():
         parameter = module.get_parameter(name)
-        module.register_parameter(name, _distribute_parameter(parameter, mesh, layout.placements))
+        module.register_parameter(name, _distribute_parameter(parameter, mesh, layout.placements, layout))
     _read_local(module, layouts)
 
 
@@ -131,10 +135,16 @@ def _read_local(module: nn.Module, layouts: dict[str, ParameterLayout]) -> None:
     module.__class__ = _make_local_class(type(module), tuple(layouts))  # type: ignore[arg-type]  # torch: __hash__(object)
 
 
-def _distribute_parameter(parameter: nn.Parameter, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> nn.Parameter:
+def _distribute_parameter(
+    parameter: nn.Parameter, mesh: DeviceMesh, placements: tuple[Placement, ...], layout: ParameterLayout
+) -> nn.Parameter:
     local = parameter.detach()
     for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard):
+        if layout.fused is not None:
+            dim, share = layout.fused.dim, layout.fused.total // layout.fused.ranks
+            runs = layout.fused.list_runs(mesh.get_local_rank(axis) * share, share)
+            local = torch.cat([local.narrow(dim, first, length) for _, first, length in runs], dim)
+        elif isinstance(placement, Shard):
             # DTensor's own rule: every rank has `chunk` rows (or columns), the last ones fewer, perhaps none.
             chunk = -(-local.shape[placement.dim] // mesh.size(axis))
             begin = min(chunk * mesh.get_local_rank(axis), local.shape[placement.dim])

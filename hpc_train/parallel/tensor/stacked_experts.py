@@ -2,7 +2,8 @@
 
 Each tp rank has some of the experts, whole, and not a slice of each: a slice of two projections in one matrix would be
 two rectangles of it. All ranks route all tokens. A rank computes those that chose its experts, and the outputs are
-summed. The library's code leaves out tokens whose expert's index is the number of experts.
+summed. The library's code leaves out tokens whose expert's index is the number of experts; where it cannot, one of this
+rank's experts computes them with a weight of zero.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from hpc_train.errors import UserError
-from hpc_train.models.hf.library import limit_experts
+from hpc_train.models.hf.library import can_leave_out_tokens, limit_experts
 from hpc_train.parallel.tensor.layers import TensorAxis
 from hpc_train.parallel.tensor.local_parameters import ParameterLayout, ParameterLayouts
 
@@ -32,11 +33,16 @@ def share_out_experts(name: str, experts: nn.Module, axis: TensorAxis, layouts: 
     first = own * axis.rank
     layouts.update({(experts, key): ParameterLayout(Shard(0)) for key in keys})
     limit_experts(experts, own)
+    leaves_out = can_leave_out_tokens(experts)
 
     def enter(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x, indices, weights = args
         local = indices - first
-        return axis.enter(x), torch.where((local < 0) | (local > own), own, local), axis.enter(weights)
+        is_elsewhere = (local < 0) | (local >= own)
+        x, weights = axis.enter(x), axis.enter(weights)
+        if leaves_out:
+            return x, torch.where(is_elsewhere, own, local), weights
+        return x, torch.where(is_elsewhere, 0, local), torch.where(is_elsewhere, 0, weights)
 
     def leave(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
         # No token may have chosen an expert of this rank: it joins the sums of backward all the same.

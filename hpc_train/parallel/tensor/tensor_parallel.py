@@ -26,6 +26,7 @@ from hpc_train.models.layers import cross_entropy_sum
 from hpc_train.parallel.mesh_axes import get_axis_degree, provide_positions
 from hpc_train.parallel.reduce_scatter import reduces_by_all_to_all
 from hpc_train.parallel.tensor import head_layers, layers
+from hpc_train.parallel.tensor.fused_layouts import FUSED_STYLES
 from hpc_train.parallel.tensor.layers import TensorAxis
 from hpc_train.parallel.tensor.local_parameters import ParameterLayouts, distribute_parameters
 from hpc_train.parallel.tensor.tensor_plan import check_plan_coverage, read_tensor_plan
@@ -70,17 +71,15 @@ def _split_layers(
     part: nn.Module, plan: dict[str, str], axis: TensorAxis, asynchronous: bool, layouts: ParameterLayouts
 ) -> None:
     """Split the modules of a part as the tensor plan says: names -> styles, in the order of the plan."""
-    groups: dict[str, dict[str, nn.Linear]] = {}
+    groups: dict[str, dict[str, tuple[nn.Module, str]]] = {}
     norms: dict[str, dict[str, nn.Module]] = {}
     for name, style in plan.items():
         module = part.get_submodule(name)
         if style == "seq" and axis.sequence:
             layers.split_positions(module, axis, layouts)
-        elif style == "col":
-            assert isinstance(module, nn.Linear)
-            groups.setdefault(name.rpartition(".")[0], {})[name] = module
+        elif style == "col" or style in FUSED_STYLES:
+            groups.setdefault(name.rpartition(".")[0], {})[name] = (module, style)
         elif style == "row":
-            assert isinstance(module, nn.Linear)
             layers.split_rows(name, module, axis, asynchronous, layouts)
         elif style == "enter":
             head_layers.enter_heads(module, axis)
@@ -88,8 +87,8 @@ def _split_layers(
             head_layers.split_head_norm(name, module, axis, layouts)
         elif style == "all_heads":
             norms.setdefault(name.rpartition(".")[0], {})[name] = module
-        elif style == "attention":
-            head_layers.count_local_heads(name, module, axis)
+        elif style == "sinks":
+            head_layers.split_sinks(module, layouts)
         elif style == "head_bias":
             head_layers.split_head_bias(module, axis, layouts)
         elif style == "shared_key":
@@ -105,6 +104,8 @@ def _split_layers(
     # Column-parallel layers of one parent have the same input, which is then gathered once for all of them.
     for parent, group in groups.items():
         layers.split_columns(part.get_submodule(parent), group, axis, asynchronous, layouts)
+    for name in (name for name, style in plan.items() if style == "attention"):
+        head_layers.count_local_heads(name, part.get_submodule(name), axis)  # last: layouts are of all heads
     for parent, group_norms in norms.items():
         from hpc_train.parallel.tensor.full_norms import split_full_norms
 

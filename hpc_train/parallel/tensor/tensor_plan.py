@@ -8,6 +8,8 @@ from torch import nn
 
 from hpc_train.errors import UserError
 from hpc_train.interfaces import Model
+from hpc_train.models.adapters.adapted_linear import AdaptedLayer, is_conv1d
+from hpc_train.parallel.tensor.fused_layouts import FUSED_STYLES
 
 _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
     "col": (nn.Linear,),  # each rank computes some of the outputs
@@ -21,6 +23,9 @@ _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
     "head_bias": (nn.Embedding,),  # a column for each head, of which each rank returns its own
     "shared_key": (nn.Linear,),  # makes the rotary part of a key that all heads share, beside what col layers read
     "stacked_experts": (nn.Module,),  # experts whose parameters are stacked: each rank has some of them, whole
+    "fused_qkv": (nn.Linear,),  # heads of queries, then of keys, then of values: each rank has some of each
+    "fused_gate_up": (nn.Linear,),  # two equal parts: each rank has some outputs of both
+    "sinks": (nn.Module,),  # an attention with a parameter `sinks`, an entry for each head
     "expert": (nn.Module,),  # a mixture of experts, the width of each of which is split
 }
 """How a module may be split, and which modules can be."""
@@ -44,7 +49,7 @@ def read_tensor_plan(part: nn.Module, *, whole_model: bool) -> dict[str, str]:
             _check_line(title, glob, name, modules[name], style)
             if styles.setdefault(name, style) != style:
                 raise UserError(f"{title}: {name} is both {styles[name]} and {style}; keep one of these lines")
-    if not set(styles.values()) & {"col", "row", "vocab", "expert", "stacked_experts"}:
+    if not set(styles.values()) & {"col", "row", "vocab", "expert", "stacked_experts", *FUSED_STYLES}:
         raise UserError(
             f"{title}: no line col, row, vocab or expert matches a module: parallel.tp has nothing to split"
         )
@@ -55,7 +60,8 @@ def _check_line(title: str, glob: str, name: str, module: nn.Module, style: str)
     if style not in _KINDS:
         raise UserError(f"{title}: {glob!r} is {style!r}; use {', '.join(_KINDS)}")
     tied_head = style == "vocab" and not any(True for _ in module.parameters())
-    if not isinstance(module, _KINDS[style]) and not tied_head:
+    is_linear = style in ("col", "row", *FUSED_STYLES) and (isinstance(module, AdaptedLayer) or is_conv1d(module))
+    if not isinstance(module, _KINDS[style]) and not tied_head and not is_linear:
         expected = " or ".join(kind.__name__ for kind in _KINDS[style])
         raise UserError(f"{title}: {name} is {type(module).__name__}, and only {expected} can be {style}")
 

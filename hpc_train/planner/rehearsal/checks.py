@@ -8,6 +8,7 @@ check_memory_fit compares the counted memory with the plan and with the device.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -50,8 +51,9 @@ def check_coverage(
     owners: dict[str, tuple[int, Tiling]] = {}
     holders: dict[tuple[int, str, bool], int] = {}
     for built in ranks:
+        counts = Counter(piece.name for piece in built.pieces)
         for piece in built.pieces:
-            problems += _check_piece(built, piece, degrees, holders)
+            problems += _check_piece(built, piece, counts[piece.name], degrees, holders)
         problems += _claim(built, model, owners, degrees)
     if list_unbuilt_stages(ranks, degrees) == []:
         problems += [f"{name} is on no rank" for name in model if name not in owners]
@@ -75,11 +77,12 @@ def _name_parameter(name: str) -> str:
 
 
 def _check_piece(
-    built: RehearsedRank, piece: HeldShard, degrees: Degrees, holders: dict[tuple[int, str, bool], int]
+    built: RehearsedRank, piece: HeldShard, pieces: int, degrees: Degrees, holders: dict[tuple[int, str, bool], int]
 ) -> Iterator[str]:
     """Yield what is wrong with a piece: its rectangle, its replica number, or who writes it.
 
-    holders: the writer of each tensor, as far as ranks have said; extended here.
+    pieces: how many the rank has of this tensor. holders: the writer of each tensor, as far as ranks have said;
+    extended here.
     """
     where = f"rank {built.rank}: {piece.name}"
     if piece.name.startswith(_SCALER):
@@ -87,9 +90,12 @@ def _check_piece(
             yield f"{where} is copy {piece.replica} of those of all ranks"
         return
     tiling = find_tiling(built, piece)
-    offset, size = tiling.find_rectangle(built.at, degrees)
-    if (piece.offset, piece.size) != (offset, size):
+    wanted = tiling.find_rectangles(built.at, degrees)
+    if (piece.offset, piece.size) not in wanted:
+        (offset, size), *_ = wanted
         yield f"{where} begins at {piece.offset} and is {piece.size}; it should begin at {offset} and be {size}"
+    if pieces != len(wanted):
+        yield f"{where} is in {pieces} pieces, and should be in {len(wanted)}"
     count, copy_index = tiling.count_copies(degrees), tiling.number_copy(built.at, degrees)
     if not 0 <= piece.replica < 2 * count:
         yield f"{where} is copy {piece.replica} of {count}"

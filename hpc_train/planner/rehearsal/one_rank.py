@@ -10,6 +10,7 @@ import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +41,7 @@ from hpc_train.planner.rehearsal.memory_ledger import MemoryLedger
 from hpc_train.planner.rehearsal.result import CountedMemory, HeldShard, RehearsedRank
 from hpc_train.planner.rehearsal.tiling import Tilings
 from hpc_train.runtime.start import leave_process_group, make_world
+from hpc_train.shard_rectangles import FusedParts, find_fused_parts
 from hpc_train.training.optimizer import make_optimizer
 
 _DIGITS = (1, 8, 8)
@@ -92,7 +94,14 @@ def _rehearse(config: RunConfig, world: World, degrees: Degrees, micro_batches: 
         optimizer = ledger.label(state, "host" if "optimizer" in host else "optimizer")
         if "parameters" in host:  # buffers stay on the device
             ledger.label((get_local(buffer) for part in engine.parts for buffer in part.buffers()), "parameters")
-        lie = {name: tilings.make_tiling(tensor) for part in engine.parts for name, tensor in _list_named(part)}
+        fused: dict[Any, FusedParts] = {}
+        for part in engine.parts:
+            fused.update(find_fused_parts(part))
+        lie = {
+            name: tilings.make_tiling(tensor, fused.get(tensor))
+            for part in engine.parts
+            for name, tensor in _list_named(part)
+        }
         counted, unknown = CountedMemory(parameters, optimizer), None
         if micro_batches:
             counted, unknown = _train_step(engine, batch, ledger, counted, host)

@@ -13,11 +13,14 @@ from torch.distributed.tensor import DTensor
 from hpc_train._torch.dtensor import cut_dimension, shard_rectangle
 from hpc_train.config.parallel import Degrees
 from hpc_train.parallel.mesh_axes import EXPERT_SHARD_AXIS, SHARD_CP_AXIS
+from hpc_train.shard_rectangles import FusedParts
 
 SHARED_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 """Axes along which the ranks of one stage differ."""
 Interval = tuple[int, int]
 """(begin, length) along one dimension."""
+Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
+"""(offset, shape)"""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class Tiling:
     varies fastest."""
     ep: int = 1
     """Degree of ep for a tensor of experts, which is split over (expert_shard, ep) in place of (dp_shard, cp)."""
+    fused: FusedParts | None = None
+    """The parts of a fused matrix: intervals are in the order in which ranks store it."""
 
     @property
     def shared_axes(self) -> tuple[str, ...]:
@@ -51,11 +56,14 @@ class Tiling:
         """Return the number of the copy, from 0, that the rank at these coordinates holds."""
         return self._flatten_index([axis for axis in self.shared_axes if axis not in self.split], at, degrees)
 
-    def find_rectangle(self, at: Mapping[str, int], degrees: Degrees) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return (offset, shape) of the rectangle that the rank at these coordinates holds."""
+    def find_rectangles(self, at: Mapping[str, int], degrees: Degrees) -> list[Rectangle]:
+        """Return (offset, shape) of each rectangle that the rank at these coordinates holds: one of most tensors."""
         pairs = zip(self.cuts, self.intervals, strict=True)
         intervals_here = [intervals[self._flatten_index(axes, at, degrees)] for axes, intervals in pairs]
-        return tuple(begin for begin, _ in intervals_here), tuple(length for _, length in intervals_here)
+        offset, shape = tuple(begin for begin, _ in intervals_here), tuple(length for _, length in intervals_here)
+        if self.fused is None or 0 in shape:
+            return [(offset, shape)]
+        return [(place, size) for _, place, size in self.fused.find_rectangles(offset, shape)]
 
     def _flatten_index(self, axes: Sequence[str], at: Mapping[str, int], degrees: Degrees) -> int:
         index = 0
@@ -84,12 +92,17 @@ class Tiling:
             intervals.append(
                 tuple((begin // block, length // block) for begin, length in pieces) if splits else ((0, 1),)
             )
-        return replace(self, shape=shape, cuts=tuple(cuts), intervals=tuple(intervals))
+        fused = None if self.fused is None else self.fused.fit(shape)
+        return replace(self, shape=shape, cuts=tuple(cuts), intervals=tuple(intervals), fused=fused)
 
     @property
     def rectangles(self) -> int:
         """Number of different rectangles that are not empty."""
-        return math.prod(sum(length > 0 for _, length in intervals) for intervals in self.intervals)
+        counts = [sum(length > 0 for _, length in intervals) for intervals in self.intervals]
+        if self.fused is not None:
+            intervals = self.intervals[self.fused.dim]
+            counts[self.fused.dim] = sum(len(self.fused.list_runs(begin, length)) for begin, length in intervals)
+        return math.prod(counts)
 
     def find_problem(self) -> str | None:
         """Return what is missing or held twice; None if the ranks hold every element once, not counting copies."""
@@ -111,14 +124,14 @@ class Tilings:
 
     by_layout: dict[object, Tiling]
 
-    def make_tiling(self, tensor: Tensor) -> Tiling:
-        """Return the tiling of a parameter or buffer of a model that has been split."""
+    def make_tiling(self, tensor: Tensor, fused: FusedParts | None = None) -> Tiling:
+        """Return the tiling of a parameter or buffer of a model that has been split; fused: parts of a fused matrix."""
         if not isinstance(tensor, DTensor):
             return make_whole_tiling(tuple(tensor.shape))
         mesh = tensor.device_mesh
-        key = (tensor.shape, tensor.placements, mesh.mesh_dim_names, mesh.shape)
+        key = (tensor.shape, tensor.placements, mesh.mesh_dim_names, mesh.shape, fused)
         if key not in self.by_layout:
-            self.by_layout[key] = _make_tiling(tensor)
+            self.by_layout[key] = replace(_make_tiling(tensor), fused=fused)
         return self.by_layout[key]
 
 
