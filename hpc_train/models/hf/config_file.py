@@ -63,6 +63,7 @@ _LIBRARY_DEFAULTS: dict[str, dict[str, float]] = {
     "seed_oss": {"attention_dropout": 0.1, "residual_dropout": 0.1},
     **dict.fromkeys(("mistral", "gemma2", "gemma3_text", "olmo3", "cohere2", "exaone4", "ministral", "dots1"), _WINDOW),
     "cwm": {"sliding_window": 8192},
+    "gpt_oss": {"sliding_window": 128},
 }
 """Dropouts and windows that transformers takes for a model type whose config.json does not give them."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
