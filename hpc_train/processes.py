@@ -1,4 +1,4 @@
-"""End with the parent process, keep freed memory, and tell whether another process is alive.
+"""End with the parent process, keep freed memory, and read from /proc what another process is and whether it lives.
 
 Imports only the standard library: ranks use it before they import torch.
 """
@@ -14,6 +14,8 @@ from pathlib import Path
 
 _SET_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
+_STATE, _PARENT, _START_TIME = 0, 1, 19
+"""Where a field of proc_pid_stat(5) is in what _read_stat_fields returns, which begins after the process's name."""
 _HEAP_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "LD_PRELOAD")
 """Variables with which a user sets glibc's allocator, or preloads another one."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -53,12 +55,15 @@ def identify_machine() -> str:
 
 def read_start_time(process: int) -> str | None:
     """Return when a process started, in clock ticks since boot; None if there is none, or only a zombie."""
-    try:
-        after_name = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2]  # a name may hold ")" and spaces
-        fields = after_name.split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]  # fields 3 and 22 of proc_pid_stat(5)
+    fields = _read_stat_fields(process)
+    return None if fields is None or fields[_STATE] in "ZX" else fields[_START_TIME]
+
+
+def list_child_processes(parent: int) -> list[int]:
+    """Return the ids of the processes that a process has started and that still exist."""
+    ids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    fields_by_id = {process: _read_stat_fields(process) for process in ids}
+    return [process for process, fields in fields_by_id.items() if fields and int(fields[_PARENT]) == parent]
 
 
 def read_process_age(process: int) -> float | None:
@@ -89,3 +94,12 @@ def is_process_id_used(process: int) -> bool:
     except (PermissionError, OverflowError):
         pass  # another user's, or a number that is no process id, of which nothing is known
     return True
+
+
+def _read_stat_fields(process: int) -> list[str] | None:
+    """Return what /proc/<pid>/stat says after the process's name; None if there is no such process."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split() or None  # the name may hold ")" and blanks

@@ -1,6 +1,4 @@
-"""conf/launch and conf/container: where a job runs, what it asks the scheduler for, and in which container its ranks
-run.
-"""
+"""conf/launch and conf/container: where a job runs, what it asks of the scheduler, and its ranks' container."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from hpc_train.launch.state.run_facts import RunFacts, gather_facts
 from hpc_train.launch.state.run_lookup import RunPoint, find_points, list_points_of_sweep
 from hpc_train.launch.state.state_names import RunStatus, State, from_slurm_state
 from hpc_train.launch.sweep import sweep_directory
-from hpc_train.processes import is_process_alive
+from hpc_train.processes import is_process_alive, list_child_processes
 from hpc_train.regular_files import read_json
 from hpc_train.training.records.run_records import append_event
 
@@ -326,23 +326,13 @@ def _signal_ranks(begun: AttemptStart, number: signal.Signals) -> None:
     For other launchers only the recorded process is known, and it need not answer.
     """
     if begun.launcher == "local":
-        processes = _list_child_processes(begun.process)
+        processes = list_child_processes(begun.process)
     else:
         # SIGUSR1, which asks ranks for their stacks, would end a launcher that does not handle it.
         processes = [begun.process] if number == signal.SIGKILL else []
     for process in processes:
         with suppress(ProcessLookupError):
             os.kill(process, number)
-
-
-def _list_child_processes(parent: int) -> list[int]:
-    children = []
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError, IndexError, ValueError):
-            # proc_pid_stat(5): "pid (name) state ppid ..."; the name may hold blanks and parentheses.
-            if int(entry.read_text().rpartition(")")[2].split()[1]) == parent:
-                children.append(int(entry.parent.name))
-    return children
 
 
 def _kill_jobs_and_controllers(

@@ -11,7 +11,7 @@ import pytest
 from hpc_train.bench.gpu.gpu import PARTS, GpuBenchOptions, parse_part_output, run_in_process, run_parts, write_result
 from hpc_train.bench.gpu.gpu_table import PUBLISHED, PartResult, Row, compute_published_mfu, format_markdown
 from hpc_train.bench.gpu.parts import TOLERANCES, measure_part
-from hpc_train.bench.gpu.sides import find_peak
+from hpc_train.bench.gpu.step_sides import find_peak
 from hpc_train.cli.main import main
 from hpc_train.interfaces import World
 from hpc_train.testing import run_ranks

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hpc_train.bench.gpu.gpu_table import Row
-from hpc_train.bench.gpu.sides import Step, make_batch, make_config, make_engine
+from hpc_train.bench.gpu.step_sides import Step, make_batch, make_config, make_engine
 from hpc_train.bench.step.step_rank import make_same_model
 from hpc_train.checkpoint import Saver
 from hpc_train.interfaces import TensorShard, World

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hpc_train.bench.gpu.copies import measure_checkpoint, measure_offload
 from hpc_train.bench.gpu.gpu_table import PartResult, Row
-from hpc_train.bench.gpu.sides import (
+from hpc_train.bench.gpu.step_sides import (
     MAX_NORM,
     Step,
     find_peak,

@@ -14,7 +14,7 @@ import torch
 
 from hpc_train._torch.observation import TorchDispatchMode
 from hpc_train.bench.gpu.gpu_table import Row
-from hpc_train.bench.gpu.sides import MAX_NORM, make_batch, make_config, make_engine
+from hpc_train.bench.gpu.step_sides import MAX_NORM, make_batch, make_config, make_engine
 from hpc_train.config.run import RunConfig
 from hpc_train.interfaces import World
 from hpc_train.training.numerics.step_numbers import read_step_numbers

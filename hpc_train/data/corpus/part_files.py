@@ -1,5 +1,4 @@
-"""Tokenize the parts of a corpus in parallel, each into its own file, so that a killed build continues where it
-stopped.
+"""Tokenize the parts of a corpus in parallel, each into its own file, so that a killed build can continue.
 
 A part's files are named by a hash of all that determines their content. The file with the counts is written last, by
 one rename: a part without it is tokenized again.

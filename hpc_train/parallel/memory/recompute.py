@@ -1,5 +1,7 @@
-"""Activation recomputation: save less of a block's forward, and run it again in backward (Chen et al. 2016,
-arXiv:1604.06174); selective by operator (Korthikanti et al. 2022, arXiv:2205.05198).
+"""Activation recomputation: save less of a block's forward, and run it again in backward.
+
+For whole blocks see Chen et al. 2016 (arXiv:1604.06174); for a choice of operators Korthikanti et al. 2022
+(arXiv:2205.05198).
 """
 
 from __future__ import annotations
