@@ -21,8 +21,8 @@ _LEAST_SECONDS = 2
 _MAP_ROWS, _MAP_COLUMNS = 16, 60
 _BUSY_SHARE = 0.1
 """Share of the time that reading may take: a run of many nodes, whose files take long to read, is read less often."""
-# Work of a rank over the median: colours up to these.
-_SHADES = ((0.9, "blue"), (1.1, "white"), (1.25, "yellow"), (float("inf"), "red"))
+_SHADES = ((0.9, "▁", "blue"), (1.1, "▃", "white"), (1.25, "▅", "yellow"), (float("inf"), "█", "red"))
+"""Sign and colour of a rank whose work is at most this many times the median; the sign tells without colours, too."""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -159,8 +159,9 @@ def draw_map(table: StepTable) -> list[Text]:
         first, last = table.ranks[group[0]], table.ranks[group[-1]]
         line = Text(f"{f'rank {first}' if first == last else f'ranks {first}-{last}':<14}")
         for value in _find_largest(ratio[group]):
-            shade = next(colour for limit, colour in _SHADES if value <= limit) if np.isfinite(value) else "dim"
-            line.append("■" if np.isfinite(value) else "·", style=shade)
+            known = np.isfinite(value)
+            sign, colour = next(shade[1:] for shade in _SHADES if value <= shade[0]) if known else ("·", "dim")
+            line.append(sign, style=colour)
         lines.append(line)
     return lines
 
