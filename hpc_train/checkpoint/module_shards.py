@@ -46,17 +46,17 @@ def name_tensors(modules: Modules) -> tuple[dict[str, nn.Parameter], dict[str, T
     buffers: dict[str, Tensor] = {}
     seen: set[nn.Parameter] = set()
     for prefix, module in _list_modules(modules):
-        _prepare(module)
+        _reshard_or_refuse(module)
         wrapped = frozenset(path for path, part in module.named_modules() if isinstance(part, _PARALLEL))
         unseen = [(name, p) for name, p in module.named_parameters() if p not in seen]
         seen.update(p for _, p in unseen)
         persistent = module.state_dict(keep_vars=True)
         _refuse_other_state(persistent)
         for name, parameter in unseen:
-            _add(parameters, prefix + _clean(name, wrapped), parameter)
+            _add_once(parameters, prefix + _strip_wrapper_names(name, wrapped), parameter)
         for name, buffer in module.named_buffers():
             if name in persistent:
-                _add(buffers, prefix + _clean(name, wrapped), buffer)
+                _add_once(buffers, prefix + _strip_wrapper_names(name, wrapped), buffer)
     if both := sorted(parameters.keys() & buffers.keys()):
         raise UserError(f"two tensors of the model have the name {both[0]!r}; give the modules as a dictionary")
     return parameters, buffers
@@ -71,7 +71,7 @@ def find_fused_names(modules: Modules, parameters: Mapping[str, nn.Parameter]) -
 
 
 def make_shards(tensors: Mapping[str, Tensor], fused: Mapping[str, FusedParts]) -> list[TensorShard]:
-    """Make the shards that this rank holds of tensors, sharing their memory; none of what it holds nothing of.
+    """Make the shards that this rank holds of tensors, sharing their memory; none of a tensor that it holds no part of.
 
     tensors: parameters, buffers and optimizer state, by name. fused: parts of parameters.
     """
@@ -126,7 +126,7 @@ def _list_modules(modules: Modules) -> list[tuple[str, nn.Module]]:
     return listed
 
 
-def _prepare(module: nn.Module) -> None:
+def _reshard_or_refuse(module: nn.Module) -> None:
     """Let fully_shard show its shards: after a forward without a backward it shows gathered parameters."""
     for part in module.modules():
         if isinstance(part, FullyShardedDataParallel):
@@ -144,7 +144,7 @@ def _refuse_other_state(state: Mapping[str, object]) -> None:
         raise UserError(f"{other!r} of the model is not a tensor (get_extra_state); save it through extra= instead")
 
 
-def _clean(name: str, wrapped: frozenset[str]) -> str:
+def _strip_wrapper_names(name: str, wrapped: frozenset[str]) -> str:
     """Return the name that a tensor has without wrappers. wrapped: the paths of DistributedDataParallel modules."""
     parts = name.split(".")
     return ".".join(
@@ -154,7 +154,7 @@ def _clean(name: str, wrapped: frozenset[str]) -> str:
     )
 
 
-def _add(tensors: dict[str, T], name: str, tensor: T) -> None:
+def _add_once(tensors: dict[str, T], name: str, tensor: T) -> None:
     if name in tensors:
         raise UserError(f"two tensors of the model have the name {name!r}; give the modules as a dictionary")
     tensors[name] = tensor

@@ -40,7 +40,7 @@ def tune_command(base: list[str], minutes: int, steps: int, folder: Path, as_jso
     from hpc_train.cli.output import print_line, print_message
     from hpc_train.config.compose import compose
     from hpc_train.errors import EXIT_DONE, UserError
-    from hpc_train.launch.freeze import check_run
+    from hpc_train.launch.checks.run_checks import check_run
     from hpc_train.launch.local.rank_pool import count_local_ranks
     from hpc_train.launch.slurm.request import node_count
     from hpc_train.report.tuning import Tuning, format_command, measure_locally, measure_on_slurm, write_trial

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,26 +111,23 @@ def read_calibration(path: Path) -> Calibration:
 
 
 def _parse_residual(entry: dict[str, Any]) -> StepResidual:
-    residual = StepResidual(
-        {str(name): float(value) for name, value in entry["settings"].items()}, float(entry["weight"])
-    )
-    if not all(0 < value < float("inf") for value in residual.settings.values()) or not abs(residual.weight) < float(
-        "inf"
-    ):
+    settings = {str(name): float(value) for name, value in entry["settings"].items()}
+    weight = float(entry["weight"])
+    if not all(0 < value < math.inf for value in settings.values()) or not math.isfinite(weight):
         raise ValueError
-    return residual
+    return StepResidual(settings, weight)
 
 
 def _parse_device(content: dict[str, Any]) -> DeviceMeasurement:
     tflops = {str(name): float(value) for name, value in content["tflops"].items()}
     device = DeviceMeasurement(str(content["name"]), tflops, float(content["memory_gb_s"]))
-    if not all(0 < value < float("inf") for value in (*tflops.values(), device.memory_gb_s)):
+    if not all(0 < value < math.inf for value in (*tflops.values(), device.memory_gb_s)):
         raise ValueError
     return device
 
 
 def _parse_constants(entry: dict[str, float]) -> tuple[float, float]:
     latency, bandwidth = float(entry["latency"]), float(entry["bandwidth"])
-    if not (0 <= latency < float("inf") and 0 < bandwidth < float("inf")):
+    if not (0 <= latency < math.inf and 0 < bandwidth < math.inf):
         raise ValueError
     return latency, bandwidth

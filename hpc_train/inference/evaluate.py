@@ -48,7 +48,7 @@ from hpc_train.inference.load_model import (
     refuse_weights_of_folder,
 )
 from hpc_train.interfaces import Engine, World
-from hpc_train.launch.freeze import check_model_and_data
+from hpc_train.launch.checks.model_and_data import check_model_and_data
 from hpc_train.models.hf.config_file import describe_images, read_config_file
 from hpc_train.parallel.apply import build
 from hpc_train.parallel.metrics import PERPLEXITY

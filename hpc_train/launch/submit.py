@@ -17,8 +17,10 @@ from pathlib import Path
 
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
+from hpc_train.launch.checks.files import check_cluster_files
+from hpc_train.launch.checks.run_checks import check_run
 from hpc_train.launch.command_output import Report
-from hpc_train.launch.freeze import check_cluster_files, check_run, decide_auto_layout, freeze_run
+from hpc_train.launch.freeze import decide_auto_layout, freeze_run
 from hpc_train.launch.slurm import slurm_cli
 from hpc_train.launch.slurm.compact_nodes import ask_for_compact_nodes
 from hpc_train.launch.slurm.partitions import check_partition

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from hpc_train.interfaces import Task
     from hpc_train.launch.local.rank_pool import WarningPrinter
 
+_SECONDS_FOR_REFUSALS = 10
+"""Time that the processes of a job have to report the same refusal, once the first one has."""
+
 
 def train_here(overrides: Sequence[str], config_dir: str | None, stop: StopRequest, output: CommandOutput) -> int:
     """Train on this machine, or as one rank of the job that this process belongs to; returns the exit code."""
@@ -124,11 +127,10 @@ def run_local_ranks(
         output.print_result(done)
         return EXIT_DONE
     # How often a run may start again is counted from here: a user who calls the command once more has decided anew.
-    first = None
-    # Each turn is one attempt of the run.
+    first_attempt = None
     while True:
         attempt = make_attempt(folder)
-        first = attempt if first is None else first
+        first_attempt = attempt if first_attempt is None else first_attempt
         code = _run_attempt(config, folder, attempt, ranks, stop, output, printer)
         if code in (EXIT_DONE, EXIT_REQUEUE):
             return code
@@ -137,7 +139,7 @@ def run_local_ranks(
             return code
         why = explain_failure(folder.logs(attempt)) or f"the ranks left no reason; see {folder.logs(attempt)}"
         output.report(why)
-        decision = decide_on_this_machine(config, folder, attempt, code, first)
+        decision = decide_on_this_machine(config, folder, attempt, code, first_attempt)
         if stop.requested or decision.action is Action.END:
             return code
         output.report(decision.why)
@@ -230,10 +232,6 @@ def _print_log_lines(process: int) -> None:
         handler.addFilter(lambda record: not getattr(record, "repeated", False))
 
 
-_SECONDS_FOR_REFUSALS = 10
-"""Time that the processes of a job have to report the same refusal, once the first one has."""
-
-
 def _remove_if_all_refuse(task: Task, folder: RunDirectory, dated: bool) -> None:
     """Remove the new directory of a run that every process has refused.
 
@@ -261,10 +259,10 @@ def _report_failure(error: BaseException, identity: ProcessIdentity, logs: Path 
     if logs is None:
         output.print_message(_format_early_error(error))
         return code
-    first = _is_first_report(logs)
+    is_first = _is_first_report(logs)
     text = _record_rank_failure(error, identity, logs)
     write_result_marker(logs, code)
-    if first:
+    if is_first:
         output.report(text)
     return code
 

@@ -40,7 +40,7 @@ def apply_overrides(overrides: str, config: RunConfig, ranks: int) -> RunConfig 
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     from hpc_train.config.plain_config import config_from_dict, config_to_dict
-    from hpc_train.launch.freeze import check_run
+    from hpc_train.launch.checks.run_checks import check_run
 
     values = config_to_dict(config)
     changes = False

@@ -27,7 +27,7 @@ from hpc_train.config.compose import compose
 from hpc_train.config.parallel import ParallelConfig, resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
-from hpc_train.launch.freeze import check_run
+from hpc_train.launch.checks.run_checks import check_run
 from hpc_train.report.run_summary import judge_newest_steps
 from hpc_train.training.records.run_records import LineFile, read_metrics
 

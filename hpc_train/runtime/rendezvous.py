@@ -31,9 +31,16 @@ if TYPE_CHECKING:
 
     from hpc_train.runtime.store.client import JobStore
 
+RENDEZVOUS_VARIABLE = "HPC_TRAIN_RENDEZVOUS"
+"""Folder, private to one attempt of one job, that our launchers name to their ranks."""
+_LARGEST_FILE = 4096
+"""Bytes of the file with address and secret; a longer one is not ours."""
+_GLOO_ASKS_ONCE = "GLOO_ENABLE_STORE_V2_API"
+"""With it gloo asks for the addresses of a whole group in one message, not in two for each rank of it."""
+_MEETING_GATE = "met"
+"""Gate of the store that the processes arrive at once they are connected."""
 _SHOWN = 8
 """Missing tasks that a message names."""
-_MEETING_GATE = "met"
 
 
 def name_arrival_key(process: int) -> str:
@@ -77,12 +84,6 @@ def _list_nodes(env: Mapping[str, str]) -> Sequence[str]:
         return []
 
 
-RENDEZVOUS_VARIABLE = "HPC_TRAIN_RENDEZVOUS"
-"""Folder, private to one attempt of one job, that our launchers name to their ranks."""
-_LARGEST_FILE = 4096
-_GLOO_ASKS_ONCE = "GLOO_ENABLE_STORE_V2_API"
-
-
 @dataclass(frozen=True)
 class _Meeting:
     """Address of the job's store, and the secret that proves a process belongs to the job."""
@@ -105,7 +106,6 @@ def open_job_store(
 
     if identity.processes == 1:
         return dist.HashStore()
-    # gloo then asks for the addresses of a whole group in one message, not in two for each rank of it.
     os.environ.setdefault(_GLOO_ASKS_ONCE, "1")
     if identity.launcher == "torchrun":
         return _open_agent_store(identity, env, timeout)

@@ -22,7 +22,8 @@ from hpc_train.checkpoint.convert.pretrained_weights import PretrainedWeights
 from hpc_train.config.compose import compose
 from hpc_train.config.model import HfModelConfig
 from hpc_train.errors import UserError
-from hpc_train.launch.freeze import check_files, check_run
+from hpc_train.launch.checks.files import check_files
+from hpc_train.launch.checks.run_checks import check_run
 from hpc_train.models.hf.build import build_hf_model
 from hpc_train.models.hf.config_file import ConfigFile, read_config_file
 from hpc_train.models.hf.families import FAMILIES

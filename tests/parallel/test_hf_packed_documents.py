@@ -16,7 +16,7 @@ from torch import nn
 
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
-from hpc_train.launch.freeze import check_model_and_data
+from hpc_train.launch.checks.model_and_data import check_model_and_data
 from hpc_train.models.hf.adapter import HfModel, adapt_model
 from hpc_train.models.hf.families import find_family
 

@@ -9,7 +9,7 @@ import pytest
 from hpc_train.cli.main import main
 from hpc_train.config.compose import compose
 from hpc_train.errors import UserError
-from hpc_train.launch.freeze import check_run
+from hpc_train.launch.checks.run_checks import check_run
 
 TOPK = "parallel.compression.method=topk"
 SERVERS, LATE = "parallel.server.mode=synchronous", "parallel.server.mode=asynchronous"

@@ -48,7 +48,7 @@ def run_step_command(overrides: Sequence[str], rounds: int, steps: int, as_json:
 
 def _start_ranks(config: RunConfig, command: list[str]) -> int:
     from hpc_train.bench.local_ranks import run_local_ranks
-    from hpc_train.launch.freeze import check_run
+    from hpc_train.launch.checks.run_checks import check_run
     from hpc_train.launch.local.rank_pool import count_local_ranks, count_threads_per_rank
 
     if config.launch.kind != "local":
@@ -72,7 +72,10 @@ def _measure_step(
     if identity.process == 0:
         from hpc_train.bench.step.step_table import print_step_result
 
-        print(result.to_json()) if as_json else print_step_result(result)
+        if as_json:
+            print(result.to_json())
+        else:
+            print_step_result(result)
     return EXIT_DONE
 
 
@@ -84,7 +87,10 @@ def _measure_peers(overrides: list[str], identity: ProcessIdentity, rounds: int,
     if identity.process == 0:
         from hpc_train.bench.step.step_table import print_peer_result
 
-        print(result.to_json()) if as_json else print_peer_result(result)
+        if as_json:
+            print(result.to_json())
+        else:
+            print_peer_result(result)
     return EXIT_DONE
 
 

@@ -65,8 +65,7 @@ def list_prunable_steps(directory: Path, keep: int, also: KeepRules) -> list[int
     complete = [content for content in contents.values() if isinstance(content, _WholeStep)]
     in_order = sorted(complete, key=lambda content: content.manifest.sequence)
     good = [content.manifest for content in in_order if not content.bad]
-    # Too few good steps to choose from: remove only those with
-    # NaN or infinity, but leave the newest of them to look at.
+    # Too few good steps to choose from: remove only those with NaN or infinity, but leave the newest to look at.
     if len(good) < keep:
         not_finite = [content.manifest.step for content in in_order if not content.manifest.finite]
         return sorted(set(not_finite[:-1]) - also.always)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from hpc_train.config.compose import compose
-from hpc_train.launch.freeze import check_model_and_data
+from hpc_train.launch.checks.model_and_data import check_model_and_data
 from hpc_train.models.shape import check_shape
 from hpc_train.placement.described_cluster import count_nodes, count_ranks_per_node
 from hpc_train.planner.auto import choose_parallel

@@ -24,6 +24,12 @@ _QUIET_SECONDS, _QUIET_STEPS = 60.0, 10.0
 """A run is called quiet after both: so many seconds without a step, and so many times its step time."""
 _QUIET_START_SECONDS = 300.0
 """Seconds after which a run is called quiet before its first step, which imports, connects, loads and compiles."""
+_RARE_VALUES = ("validation_loss", "noise_scale")
+"""Values that only some steps have."""
+_MAX_BYTES = 1 << 20
+"""Bytes from the end of the file that are searched for them."""
+_BLOCK_BYTES = 1 << 15
+"""Bytes that are read at a time."""
 
 
 def add_progress(status: RunStatus, facts: RunFacts) -> RunStatus:
@@ -93,12 +99,6 @@ def _int_or_none(value: Any) -> int | None:
 
 def _float_or_none(value: Any) -> float | None:
     return float(value) if type(value) in (int, float) and math.isfinite(value) else None
-
-
-_BLOCK_BYTES = 1 << 15
-_MAX_BYTES = 1 << 20
-"""Bytes from the end of the file that are searched for a value that only some steps have."""
-_RARE_VALUES = ("validation_loss", "noise_scale")
 
 
 def read_final_values(path: Path) -> dict[str, Any]:

@@ -28,8 +28,10 @@ from hpc_train.config.keys.groups import GROUPS
 from hpc_train.config.plain_config import config_to_dict, flatten_settings
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
+from hpc_train.launch.checks.files import check_files
+from hpc_train.launch.checks.run_checks import check_run
 from hpc_train.launch.command_output import Report
-from hpc_train.launch.freeze import check_files, check_run, find_token_store, read_schedule_file
+from hpc_train.launch.freeze import find_token_store, read_schedule_file
 from hpc_train.launch.job_spec import make_spec
 from hpc_train.launch.sweep.compose_sweep import Composer
 from hpc_train.launch.sweep.sweep_directory import FrozenPoint, SweepDirectory

@@ -51,7 +51,10 @@ def parse_rotary(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_scaling(rope: Mapping[str, Any], body: Mapping[str, Any], theta: float) -> dict[str, Any]:
-    """Return the same from one set of parameters. Raises UserError for a scaling that we do not compute."""
+    """Return the settings, as parse_rotary does, from one set of rotary parameters.
+
+    Raises UserError for a scaling that we do not compute.
+    """
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return {"rope_theta": theta}
