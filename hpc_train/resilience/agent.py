@@ -126,9 +126,9 @@ def decode_report(line: str) -> Report | None:
         ]
         learned = {Phase[name]: float(seconds) for name, seconds in value["learned"].items()}
         notice, blind, stop = (str(value[name]) for name in ("notice", "blind", "stop"))
-        disks = [Disk(*map(str, names), float(seconds)) for *names, seconds in value["disks"]]
+        disks = [Disk(str(row[0]), str(row[1]), str(row[2]), float(row[3])) for row in value["disks"]]
         return Report(host, views, notice, blind, learned, dict(value["machine"]), stop, disks)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError):
         return None
 
 

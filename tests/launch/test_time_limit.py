@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.launch.slurm.supervisor.time_limit import TimeLimit, parse_time_left, read_time_left
+from hpc_train.launch.slurm.supervisor.time_limit import TimeLimit, parse_grace, parse_time_left, read_time_left
 
 
 @pytest.fixture
@@ -75,31 +75,37 @@ def test_ranks_that_start_or_save_have_time_until_a_requeue_would_come_too_late(
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "preempted", "saving"),
+    ("text", "grace", "saving"),
     [
-        ("10:00 RUNNING", "0:30 RUNNING", True, 10),
-        ("UNLIMITED RUNNING", "0:09 RUNNING", True, 3),
-        ("10:00 RUNNING", "9:59 RUNNING", False, 20),
-        ("0:31 RUNNING", "0:30 RUNNING", False, 20),
-        ("", "0:30 RUNNING", False, 20),
+        ("9:50 RUNNING 10:00 0:10 1000 1040", 30, 10),
+        ("9:50 SIGNALING 10:00 0:10 1000 1019", 9, 3),
+        ("UNLIMITED RUNNING UNLIMITED 1:00:00 1000 4630", 30, 10),
+        ("0:30 RUNNING 10:00 9:30 1000 1600", None, 20),
+        ("UNLIMITED RUNNING UNLIMITED 1:00:00 1000 NONE", None, None),
+        ("9:50 RUNNING 10:00 0:10 2026-11-28T06:21:27 2026-11-28T06:21:42", None, 20),
+        ("9:50 COMPLETING 10:00 0:10 1000 1040", None, None),
+        ("", None, None),
     ],
 )
-def test_a_limit_that_is_shortened_as_the_job_is_asked_to_stop_is_a_grace_time(
-    squeue: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str, preempted: bool, saving: float
+def test_a_job_that_ends_before_its_limit_is_preempted_and_has_its_grace_time(
+    squeue: Path, monkeypatch: pytest.MonkeyPatch, text: str, grace: float | None, saving: float | None
 ) -> None:
-    """Ranks that save may use two thirds of it; those that start have nothing to save."""
+    """As Slurm 22.05 says it of such a job. Ranks that save may use two thirds of that time."""
     limit = TimeLimit("7", 60)
-    squeue.write_text(f"{before}\n")
-    ask(limit)
-    squeue.write_text(f"{after}\n")
+    squeue.write_text("10:00 RUNNING 10:00 0:00 1000 1600\n")
+    assert not ask(limit)
+    squeue.write_text(f"{text}\n")
     limit.ask_again()
-    ask(limit)
-    assert limit.is_preempted is preempted
-    for later, time_left in ((-1, True), (1, False)):
-        then = limit._end - saving + later
-        with monkeypatch.context() as patch:
-            patch.setattr("time.monotonic", lambda then=then: then)
-            assert limit.leaves_time(saving=True) is time_left
+    assert ask(limit) == (grace is not None or text.startswith("0:30"))
+    assert (parse_grace(text), limit.is_preempted) == (grace, grace is not None)
+    if saving is None:
+        assert limit.leaves_time(saving=True)
+    else:
+        for later, time_left in ((-1, True), (1, False)):
+            then = limit._end - saving + later
+            with monkeypatch.context() as patch:
+                patch.setattr("time.monotonic", lambda then=then: then)
+                assert limit.leaves_time(saving=True) is time_left
     limit.close()
 
 

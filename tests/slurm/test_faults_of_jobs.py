@@ -291,6 +291,42 @@ def test_ranks_that_fail_before_they_agree_to_stop_do_not_start_again_in_the_sam
     assert "as its ranks were to stop" in event["why"]
 
 
+@pytest.mark.long
+def test_a_signal_that_comes_between_two_attempts_is_not_lost(
+    slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    job = start(run, settings, faults="1:train:33:kill")
+    wait_until("the end of the first attempt", (run / "logs/0/result.json").exists, pause=0.002)
+    slurm_cluster.command("scancel", "--signal=TERM", job)
+    slurm_cluster.wait_for_state(job, "COMPLETED", timeout=240)
+    assert_same_result(run, undisturbed, STEPS)
+    assert slurm_cluster.job(job)["Restarts"] == "1"
+
+
+@pytest.mark.long
+def test_a_job_that_is_preempted_while_it_loads_is_requeued_within_its_grace_time(
+    slurm_cluster: SlurmCluster, settings: list[str], undisturbed: Path, tmp_path: Path
+) -> None:
+    """Slurm would end it for good."""
+    run = tmp_path / "run"
+    slurm_cluster.scontrol("update", "partition=batch", "PreemptMode=CANCEL", "GraceTime=15")
+    try:
+        job = start(run, settings, faults="1:train:33:kill 1:load:1:nap20")
+        wait_until("the load", (tmp_path / "1:load:1:nap20").exists)
+        nodes = slurm_cluster.job(job)["NodeList"]
+        words = ["--partition=urgent", "--nodes=2", f"--nodelist={nodes}", "--exclusive", "--output=/dev/null"]
+        slurm_cluster.sbatch(*words, "--wrap", "sleep 1")
+        slurm_cluster.wait_for_state(job, "COMPLETED", timeout=240)
+    finally:
+        slurm_cluster.scontrol("update", "partition=batch", "PreemptMode=REQUEUE", "GraceTime=0")
+    assert_same_result(run, undisturbed, STEPS)
+    restarts = [
+        (event["cause"], event["action"]) for event in lines(run / "events.jsonl") if event["event"] == "restart"
+    ]
+    assert restarts == [("a rank was killed", "restarted"), ("it was preempted before a save", "requeued")]
+
+
 def test_a_lost_node_is_left_out_when_the_job_comes_back(
     slurm_cluster: SlurmCluster, settings: list[str], tmp_path: Path
 ) -> None:

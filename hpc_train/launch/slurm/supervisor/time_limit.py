@@ -27,14 +27,14 @@ _TIME_LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 _GRACE_SHARE = 1 / 3
 """Share of a grace time that is left to end the ranks and to requeue the job, if the above is longer."""
 _SHORTENED_SECONDS = 30.0
-"""How much earlier than before a limit ends that was shortened, at least: squeue counts in whole seconds."""
+"""How much earlier than its limit a job ends that is preempted, at least: Slurm may count in minutes."""
 _AGAIN_SECONDS = 60.0
 """Between two questions where Slurm has not answered."""
 
 
 def time_left_command(job: str) -> list[str]:
     """Return the squeue command whose output parse_time_left understands."""
-    return ["squeue", "--noheader", f"--jobs={job}", "--format=%L %T"]
+    return ["squeue", "--noheader", f"--jobs={job}", "--format=%L %T %l %M %S %e"]
 
 
 def parse_time_left(text: str) -> float | None:
@@ -42,12 +42,29 @@ def parse_time_left(text: str) -> float | None:
 
     Also None for a job that does not run any more: it has no time left, but is not at its limit.
     """
-    left, _, state = text.strip().partition(" ")
+    left, state, *_ = [*text.split(), "", ""]
     match = _TIME_LEFT.fullmatch(left)
     if match is None or state not in ("RUNNING", "SIGNALING", ""):
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def parse_grace(text: str) -> float | None:
+    """Return the seconds until the end of a job that is preempted; None of any other.
+
+    text: of the same command, with SLURM_TIME_FORMAT=%s. Slurm then changes the end of the job, and not its limit, from
+    which squeue tells how much time is left.
+    """
+    try:
+        _, state, limit, used, start, end = text.split()
+        seconds, limited, elapsed = float(end) - float(start), parse_time_left(limit), parse_time_left(used)
+    except ValueError:
+        return None
+    if state not in ("RUNNING", "SIGNALING") or elapsed is None:
+        return None
+    is_shorter = limited is None or seconds < limited - _SHORTENED_SECONDS
+    return max(seconds - elapsed, 0.0) if is_shorter else None
 
 
 def read_time_left(job: str) -> float | None:
@@ -63,12 +80,11 @@ class TimeLimit:
         self._command, self._notice = time_left_command(job), notice
         self._next, self._end = 0.0, float("inf")
         self._question: subprocess.Popen[str] | None = None
-        self._known = False
         self._grace: float | None = None
 
     @property
     def is_preempted(self) -> bool:
-        """Whether the limit was shortened as ask_again was called, which Slurm does where it preempts a job."""
+        """Whether Slurm has given the job a time to end by that is before its limit, as it does to preempt it."""
         return self._grace is not None
 
     def ask_again(self) -> None:
@@ -81,7 +97,7 @@ class TimeLimit:
         if self._question is None and time.monotonic() >= self._next:
             self._question = subprocess.Popen(
                 self._command,
-                env=client_environment(),
+                env={**client_environment(), "SLURM_TIME_FORMAT": "%s"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -90,12 +106,11 @@ class TimeLimit:
         if self._question is None or self._question.poll() is None:
             return False
         text = self._question.communicate()[0]
-        left = parse_time_left(text)
         self._question = None
-        end = time.monotonic() + left if left is not None else float("inf")
-        if left is not None and self._known and end < self._end - _SHORTENED_SECONDS:
-            self._grace = left
-        self._end, self._known = end, self._known or bool(text.strip())
+        grace = parse_grace(text)
+        left = parse_time_left(text) if grace is None else grace
+        self._grace = self._grace or grace
+        self._end = time.monotonic() + left if left is not None else float("inf")
         self._next = time.monotonic() + (_AGAIN_SECONDS if left is None else max(left - self._notice, 1.0))
         return left is not None and left <= self._notice
 
