@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from copy import copy
+from typing import Any
+
+import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
 
@@ -51,3 +57,42 @@ def set_local(tensor: DTensor, local: Tensor) -> None:
     Private because DTensor.from_local would copy a tensor in CPU memory to the device of the mesh.
     """
     tensor._local_tensor = local
+
+
+def read_local(parameter: DTensor, partial: bool) -> Tensor:
+    """Return the local tensor of a parameter, differentiably, as DTensor.to_local() does.
+
+    partial: whether the ranks' gradients are parts of a sum, instead of being placed as the parameter is.
+    Private because the backward of to_local() works out the layout of every gradient anew, which takes six times as
+    long: 135 us for each parameter, of 20 with the layout of the parameter.
+    """
+    if not torch.is_grad_enabled():
+        return parameter._local_tensor
+    local: Tensor = _ReadLocal.apply(parameter, partial)  # type: ignore[no-untyped-call]
+    return local
+
+
+class _ReadLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor, partial: bool) -> Tensor:
+        ctx.spec, ctx.partial = parameter._spec, partial
+        ctx.set_materialize_grads(False)
+        local = parameter._local_tensor
+        ctx.stride = local.stride()
+        return local.view_as(local)  # another object: autograd marks it as computed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[DTensor | None, None]:
+        if gradient is None:
+            return None, None
+        if gradient.stride() != ctx.stride:
+            gradient = torch.empty_strided(
+                gradient.shape, ctx.stride, dtype=gradient.dtype, device=gradient.device
+            ).copy_(gradient)
+        if ctx.partial:
+            placements = (Partial(),) * ctx.spec.mesh.ndim
+            spec = DTensorSpec(ctx.spec.mesh, placements, tensor_meta=ctx.spec.tensor_meta)
+        else:
+            spec = copy(ctx.spec)  # DTensor's operations may change the one that a tensor has
+        return DTensor(gradient, spec, requires_grad=False), None  # type: ignore[no-untyped-call]

@@ -5,7 +5,7 @@ With tp=2 and a linear layer whose weight (8, 4) is split by rows, after distrib
     dict(module.named_parameters())["weight"]   DTensor (8, 4), [Shard(0)]: for optimizer, checkpoints, fully_shard
     module.weight                               Tensor (4, 4): for the module's own `F.linear(x, self.weight)`
 
-The second is DTensor.to_local() of the first, so gradients flow back to it. torch's parallelize_module would let the
+The second is the local tensor of the first, and gradients flow back to it. torch's parallelize_module would let the
 forward compute with DTensors, and then a user's forward must make one of every input and buffer. torch's parametrize
 would rename the parameter. So the module's class is replaced by a subclass in which `weight` is a property.
 
@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from hpc_train._torch.dtensor import read_local
 from hpc_train.errors import UserError
 from hpc_train.shard_rectangles import FusedParts
 
@@ -65,7 +66,7 @@ class ParameterLayout:
         """
         if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim > len(self.placements):
             return parameter
-        local = parameter.to_local(grad_placements=(Partial(),) if self.partial else None)
+        local = read_local(parameter, self.partial)
         if self.gradient_scale != 1.0:
             local = _ScaleGradient.apply(local, self.gradient_scale)  # type: ignore[no-untyped-call]
         if self.units is None:
