@@ -1,4 +1,4 @@
-"""Process groups, meshes and collectives of torch that have no public way."""
+"""Process groups, meshes and collectives for which torch has no public function."""
 
 from __future__ import annotations
 

@@ -2,95 +2,19 @@
 
 A host of a rail-optimised fabric is attached to one leaf of each rail, and a leaf to every spine of its pod. Placement
 only needs to know which hosts share leaves, so leaves that serve mostly the same hosts form one unit, and so on
-upwards. Topologies also list storage and management servers: compute nodes are recognised by their hardware.
+upwards.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, pairwise
 
+from hpc_train.cluster.compute_nodes import find_compute_nodes
 from hpc_train.cluster.hostlist import name_switch_group
-from hpc_train.cluster.spec import Cluster, Node, Switch, sum_rates
-
-
-class DisjointSets:
-    """Numbers 0 to n - 1 in sets that can be joined (union-find); each set is known by its lowest member."""
-
-    def __init__(self, count: int) -> None:
-        self._parent = list(range(count))
-
-    def find(self, number: int) -> int:
-        """Return the lowest member of the number's set."""
-        while self._parent[number] != number:
-            # Halve the path on the way up, so that later walks are short.
-            self._parent[number] = self._parent[self._parent[number]]
-            number = self._parent[number]
-        return number
-
-    def join(self, a: int, b: int) -> None:
-        """Make one set of the sets that hold `a` and `b`."""
-        low, high = sorted((self.find(a), self.find(b)))
-        self._parent[high] = low
-
-
-@dataclass(frozen=True)
-class HostHardware:
-    """Hardware of a host, to tell one kind of host from another."""
-
-    gpus: int
-    nics: int
-    """Number of adapters that are up, or whose state the source does not give."""
-    gbit_s: float | None
-    """Total rate of these adapters; None if any rate is unknown."""
-
-    def __str__(self) -> str:
-        rate = f", {self.gbit_s:g} Gbit/s in all" if self.gbit_s else ""
-        gpus = f"{self.gpus} GPU{'s' * (self.gpus != 1)}, " if self.gpus else ""
-        return f"{gpus}{self.nics} NIC{'s' * (self.nics != 1)}{rate}"
-
-
-def describe_hardware(node: Node) -> HostHardware:
-    """Return the node's hardware as its source describes it."""
-    up = [nic for nic in node.nics if nic.active is not False]
-    return HostHardware(len(node.gpus), len(up), sum_rates(nic.gbit_s for nic in up))
-
-
-def find_compute_nodes(cluster: Cluster, nics: int = 0, nic_gbit_s: float = 0.0) -> frozenset[str]:
-    """Return the names of the nodes on switches that have the hardware of compute nodes.
-
-    nics, nic_gbit_s: of a compute node, from the cluster's description (0: unknown). If some hosts match these exactly,
-    they are the compute nodes; otherwise the hosts with the most common hardware are (of two equally frequent kinds,
-    the one with more GPUs, then more NICs). If a source lists no hardware, all its nodes are compute nodes.
-    """
-    attached = dict.fromkeys(node for switch in cluster.switches for node in switch.nodes)
-    kinds = {node.name: describe_hardware(node) for node in cluster.nodes if node.name in attached}
-    bare = HostHardware(0, 0, None)
-    described = [kind for kind in set(kinds.values()) if _is_described(kind, nics, nic_gbit_s)]
-    chosen = set(described) or _find_most_frequent(kinds.get(name, bare) for name in attached)
-    return frozenset(name for name in attached if kinds.get(name, bare) in chosen)
-
-
-def group_by_hardware(cluster: Cluster, names: Collection[str]) -> dict[HostHardware, list[str]]:
-    """Group the named nodes by hardware."""
-    groups: dict[HostHardware, list[str]] = {}
-    for node in cluster.nodes:
-        if node.name in names:
-            groups.setdefault(describe_hardware(node), []).append(node.name)
-    return groups
-
-
-def _is_described(kind: HostHardware, nics: int, nic_gbit_s: float) -> bool:
-    if not nics or kind.nics != nics:
-        return False
-    return not nic_gbit_s or kind.gbit_s is None or abs(kind.gbit_s - nics * nic_gbit_s) < 0.01 * nics * nic_gbit_s
-
-
-def _find_most_frequent(kinds: Iterable[HostHardware]) -> set[HostHardware]:
-    counts = Counter(kinds)
-    return {max(counts, key=lambda kind: (counts[kind], kind.gpus, kind.nics, kind.gbit_s or 0.0))} if counts else set()
+from hpc_train.cluster.similar_sets import group_similar_sets
+from hpc_train.cluster.spec import Cluster, Switch, sum_rates
 
 
 @dataclass
@@ -193,7 +117,8 @@ def find_scalable_units(cluster: Cluster) -> tuple[tuple[str, ...], ...]:
     while stack:
         unit = stack.pop()
         stack += unit.units
-        scalable_units += [tuple(sorted(unit.nodes, key=order.__getitem__))] if unit.level == 0 and unit.nodes else []
+        if unit.level == 0 and unit.nodes:
+            scalable_units.append(tuple(sorted(unit.nodes, key=order.__getitem__)))
     attached = {node for of_unit in scalable_units for node in of_unit}
     scalable_units += [(node,) for node in order if node not in attached]
     return tuple(sorted(scalable_units, key=lambda of_unit: order[of_unit[0]]))
@@ -228,8 +153,7 @@ def list_nodes_under(unit: SwitchUnit) -> Iterator[str]:
 
 
 def _join_level(forest: _Forest, switches: Sequence[Switch], level: int, compute: Collection[str]) -> None:
-    # Switches are grouped by compute nodes (and units) only: a
-    # storage server may be on any leaf and would join strangers.
+    # Only compute nodes and units count: a storage server may be on any leaf and would join strangers.
     contents = [dict.fromkeys(_list_contents(switch, forest)) for switch in switches]
     counted = [
         frozenset(thing for thing in things if not isinstance(thing, str) or thing in compute) for things in contents
@@ -244,40 +168,6 @@ def _join_level(forest: _Forest, switches: Sequence[Switch], level: int, compute
             )
     for unit in units:
         _claim_members(unit, forest)
-
-
-def group_similar_sets(sets_to_group: Sequence[frozenset[object]]) -> list[list[int]]:
-    """Group the sets that share at least half of each other; return their numbers, in the order of the first."""
-    # Equal sets are handled once: in a real fabric most leaves of a unit hold exactly the same hosts.
-    members_of_set: dict[frozenset[object], list[int]] = {}
-    for number, things in enumerate(sets_to_group):
-        # An empty set gets a content of its own: two switches with nothing on them have nothing in common.
-        members_of_set.setdefault(things if things else frozenset({("nothing", number)}), []).append(number)
-    kinds = list(members_of_set)
-    sets = DisjointSets(len(kinds))
-    for (a, b), shared in _count_shared(kinds).items():
-        if 2 * shared >= max(len(kinds[a]), len(kinds[b])):
-            sets.join(a, b)
-    groups: dict[int, list[int]] = {}
-    for number, kind in enumerate(kinds):
-        groups.setdefault(sets.find(number), []).extend(members_of_set[kind])
-    return sorted(map(sorted, groups.values()))
-
-
-_MAX_HOLDERS = 64
-"""Each thing is compared in this many different sets; beyond that only with the next one, to stay linear."""
-
-
-def _count_shared(kinds: Sequence[frozenset[object]]) -> Mapping[tuple[int, int], int]:
-    """Map (one set, another) to the number of things they have in common, for pairs that have any."""
-    holders: dict[object, list[int]] = {}
-    for number, things in enumerate(kinds):
-        for thing in things:
-            holders.setdefault(thing, []).append(number)
-    shared: Counter[tuple[int, int]] = Counter()
-    for numbers in holders.values():
-        shared.update(combinations(numbers, 2) if len(numbers) <= _MAX_HOLDERS else pairwise(numbers))
-    return shared
 
 
 def _find_homes(contents: Sequence[Iterable[object]], groups: Sequence[Sequence[int]]) -> dict[object, int]:

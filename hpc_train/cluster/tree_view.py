@@ -13,15 +13,9 @@ from rich.text import Text
 from rich.tree import Tree
 
 from hpc_train.cluster.hostlist import fold_names, shorten_names
+from hpc_train.cluster.similar_sets import DisjointSets
 from hpc_train.cluster.spec import Cluster, Gpu, Link, Nic, Node
-from hpc_train.cluster.switch_tree import (
-    DisjointSets,
-    SwitchUnit,
-    build_units,
-    find_rails,
-    find_scalable_units,
-    list_nodes_under,
-)
+from hpc_train.cluster.switch_tree import SwitchUnit, build_units, find_rails, find_scalable_units, list_nodes_under
 from hpc_train.terminal import one_line
 
 MAX_CHILDREN = 40

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_train.cluster.switch_tree import DisjointSets
+from hpc_train.cluster.similar_sets import DisjointSets
 
 _SWITCH_LEVELS = ("leaf", "group")
 """Names of the two lowest switch levels; those above are level3, level4, ..."""

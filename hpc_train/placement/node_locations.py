@@ -13,18 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from hpc_train.cluster.compute_nodes import describe_hardware, find_compute_nodes, group_by_hardware
 from hpc_train.cluster.hostlist import compress_hostlist, expand_hostlist
 from hpc_train.cluster.readers.slurm.slurm_environment import parse_address
 from hpc_train.cluster.readers.slurm.slurm_topology import query_topology
 from hpc_train.cluster.spec import Cluster
-from hpc_train.cluster.switch_tree import (
-    UnitUplink,
-    describe_hardware,
-    find_compute_nodes,
-    find_paths,
-    find_uplinks,
-    group_by_hardware,
-)
+from hpc_train.cluster.switch_tree import UnitUplink, find_paths, find_uplinks
 from hpc_train.config.cluster import ClusterConfig
 from hpc_train.errors import UserError
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.training.records.reporter import format_clock, make_progress
+from hpc_train.training.records.progress_display import format_clock, make_progress
 
 
 def _record(step: int, **more: Any) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from hpc_train.regular_files import parse_json_object
 from hpc_train.runtime.rendezvous import RENDEZVOUS_VARIABLE
 from hpc_train.runtime.stop_request import StopRequest, block_stop_signals
 from hpc_train.terminal import one_line
-from hpc_train.training.records.reporter import Progress, make_progress
+from hpc_train.training.records.progress_display import Progress, make_progress
 from hpc_train.training.records.warning_files import NewWarnings, describe_record
 from hpc_train.training.run_directory import RunDirectory, make_files_private, make_submitit_directory
 

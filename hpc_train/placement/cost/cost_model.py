@@ -31,16 +31,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_train.placement.cost.collective_messages import (
-    ListedMessages,
-    MeasuredPhase,
-    MessagePattern,
-    build_pattern,
-    count_loads,
-    measure_orders,
-    split_by_rail,
-)
+from hpc_train.placement.cost.collective_messages import MeasuredPhase, count_loads, measure_orders
 from hpc_train.placement.cost.collective_phases import Backend, CollectivePhase, list_phases
+from hpc_train.placement.cost.message_patterns import ListedMessages, MessagePattern, build_pattern, split_by_rail
 from hpc_train.placement.fabric import Fabric
 from hpc_train.placement.mesh_groups import GroupRows, check_world, format_axes, list_groups, list_rows
 from hpc_train.placement.placement_result import CommunicationCost

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.config.cluster import ClusterConfig
-from hpc_train.placement.cost.collective_messages import CountedPairs, MessagePattern
 from hpc_train.placement.cost.cost_model import CostModel
+from hpc_train.placement.cost.message_patterns import CountedPairs, MessagePattern
 from hpc_train.placement.fabric import FabricLevel
 from hpc_train.units import format_seconds
 

@@ -84,7 +84,8 @@ def _read_paths(path: Path, _: int, nics: int, nic_gbit_s: float) -> Mapping[str
 
     The second argument is the file's modification time: it is part of the cache's key, so a changed file is read again.
     """
-    from hpc_train.cluster.switch_tree import find_compute_nodes, find_paths
+    from hpc_train.cluster.compute_nodes import find_compute_nodes
+    from hpc_train.cluster.switch_tree import find_paths
     from hpc_train.placement.node_locations import read_switch_file
 
     topology = read_switch_file(path)

@@ -44,11 +44,10 @@ def read_step_numbers(sums: Sums, norm: Tensor) -> StepNumbers:
         scalars.append(sums.sample.norm_square)
     if sums.experts is not None:
         scalars += [sums.experts.imbalance, sums.experts.dropped, sums.experts.loss]
-    loss, length, *rest = read_scalars(scalars)
+    loss, gradient_norm, *rest = read_scalars(scalars)
     square = rest.pop(0) if sums.sample is not None else None
-    return StepNumbers(
-        loss / max(sums.tokens, 1), length, square, ExpertNumbers(*rest) if sums.experts is not None else None
-    )
+    experts = ExpertNumbers(*rest) if sums.experts is not None else None
+    return StepNumbers(loss / max(sums.tokens, 1), gradient_norm, square, experts)
 
 
 def read_scalars(scalars: Sequence[Tensor]) -> list[float]:

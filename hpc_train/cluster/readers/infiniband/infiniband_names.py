@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from hpc_train.cluster.readers.infiniband.subnet_devices import CA, SubnetDevice, get_device_kind
-from hpc_train.cluster.switch_tree import group_similar_sets
+from hpc_train.cluster.similar_sets import group_similar_sets
 
 _MOSTLY = 0.9
 """Share of the named servers that must follow a cabling rule before it is applied to the others."""
