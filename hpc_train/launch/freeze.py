@@ -60,6 +60,11 @@ def freeze_run(
     return spec
 
 
+def makes_new_directory(config: RunConfig) -> bool:
+    """Return whether the run directory will be made for this run."""
+    return config.run_dir is None or not Path(config.run_dir).expanduser().exists()
+
+
 def decide_auto_layout(config: RunConfig, ranks: int | None, report: Report) -> tuple[RunConfig, str | None]:
     """Decide parallel=auto: return the run with its degrees, and why these, at length.
 

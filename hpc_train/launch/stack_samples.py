@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from hpc_train.errors import UserError
-from hpc_train.launch.cancel import ANSWER_SECONDS, address_ranks, find_job_steps
+from hpc_train.launch.rank_signals import ANSWER_SECONDS, address_ranks, find_job_steps
 from hpc_train.launch.rank_stacks import STACK_SIGNAL, collect_stacks
 from hpc_train.launch.slurm.slurm_cli import RunClient
 from hpc_train.launch.state.run_facts import RunFacts

@@ -18,7 +18,7 @@ from hpc_train.config.compose import compose
 from hpc_train.data.corpus.sources import SourceFile
 from hpc_train.data.corpus.text_files import recognise_files
 from hpc_train.errors import UserError
-from hpc_train.launch.cancel import read_cancel_seconds
+from hpc_train.launch.cancel.wait_and_kill import read_cancel_seconds
 from hpc_train.launch.freeze import read_schedule_file
 from hpc_train.launch.job_spec import read_spec
 from hpc_train.launch.local.rank_pool import JsonTail

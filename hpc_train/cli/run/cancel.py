@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from hpc_train.cli.output import TERMINAL
-from hpc_train.launch.cancel import CancelCandidate, cancel_runs, describe_states, find_runs
+from hpc_train.launch.cancel.cancel_runs import CancelCandidate, cancel_runs, describe_states, find_runs
 
 
 def cancel_command(target: str, yes: bool, now: bool, wait: bool) -> int:

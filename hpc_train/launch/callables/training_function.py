@@ -63,7 +63,7 @@ def _resolve(config: DictConfig) -> dict[str, Any]:
 
 
 def _train_ranks(container: dict[str, Any], request: stop_request.StopRequest) -> int:
-    from hpc_train.launch.train import share_spec
+    from hpc_train.launch.train_as_rank import share_spec
     from hpc_train.runtime.start import join
     from hpc_train.training.rank import run_rank
 

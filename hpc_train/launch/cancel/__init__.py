@@ -1,0 +1,1 @@
+"""Cancel runs: ask them to save and end, and kill those that do not."""
