@@ -17,7 +17,7 @@ from typing import Any
 
 from hpc_train.config.compose import compose
 from hpc_train.errors import EXIT_DONE, UserError
-from hpc_train.report.tuning import Trial, measure_locally, measure_on_slurm
+from hpc_train.report.tuning.trials import Trial, measure_locally, measure_on_slurm
 
 FIELD = ((4, "0.90-0.95 on 2 to 4 GPUs"), (8, "0.85-0.90 on 8"), (math.inf, "0.70-0.85 across nodes"))
 """What published data-parallel runs reach, by number of GPUs."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from hpc_train.cli.arguments import add_examples, add_json, add_overrides, whole_number
 
 if TYPE_CHECKING:
-    from hpc_train.report.tuning import Trial
+    from hpc_train.report.tuning.trials import Trial
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -43,7 +43,8 @@ def tune_command(base: list[str], minutes: int, steps: int, folder: Path, as_jso
     from hpc_train.launch.checks.run_checks import check_run
     from hpc_train.launch.local.rank_pool import count_local_ranks
     from hpc_train.launch.slurm.request import node_count
-    from hpc_train.report.tuning import Tuning, format_command, measure_locally, measure_on_slurm, write_trial
+    from hpc_train.report.tuning.search import Tuning, format_command
+    from hpc_train.report.tuning.trials import measure_locally, measure_on_slurm, write_trial
     from hpc_train.training.records.run_records import LineFile
 
     config = compose(base)

@@ -21,8 +21,8 @@ from hpc_train.launch.checks.files import check_cluster_files
 from hpc_train.launch.checks.run_checks import check_run
 from hpc_train.launch.command_output import Report
 from hpc_train.launch.freeze import decide_auto_layout, freeze_run
-from hpc_train.launch.slurm import slurm_cli
 from hpc_train.launch.slurm.compact_nodes import ask_for_compact_nodes
+from hpc_train.launch.slurm.job_records import parse_scontrol, scontrol_command
 from hpc_train.launch.slurm.partitions import check_partition
 from hpc_train.launch.slurm.request import JobRequest, make_request, node_count
 from hpc_train.launch.slurm.sbatch import render_script, submit_job
@@ -227,8 +227,8 @@ def list_jobs_to_wait_for(runs: Sequence[str], ask: RunClient) -> list[str]:
 
 def _wait_for_job(job_id: str, ask: RunClient) -> list[str]:
     """Return this job, which any user may have submitted, unless it is done. Raises UserError if it has failed."""
-    answer = ask(slurm_cli.scontrol_command(job_id))
-    records = slurm_cli.parse_scontrol(answer.out)
+    answer = ask(scontrol_command(job_id))
+    records = parse_scontrol(answer.out)
     if answer.code or not records:
         raise UserError(f"--after {job_id}: {answer.reason}; give a run directory, or a job that Slurm knows")
     states = {from_slurm_state(record.state) for record in records}

@@ -13,7 +13,7 @@ from hpc_train.bench import scaling
 from hpc_train.bench.scaling import compute_efficiency, find_end, measure_scaling, parse_sizes, plot_scaling
 from hpc_train.cli.main import main
 from hpc_train.errors import UserError
-from hpc_train.report.tuning import Trial
+from hpc_train.report.tuning.trials import Trial
 
 
 def amdahl(settings: Mapping[str, str]) -> Trial:

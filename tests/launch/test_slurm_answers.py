@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from hpc_train.launch.slurm import slurm_cli
-from hpc_train.launch.slurm.slurm_cli import Answer, Backoff, JobRecord, client_environment, parse_exit_code, poll_jobs
+from hpc_train.launch.slurm import job_records
+from hpc_train.launch.slurm.job_records import JobRecord, parse_exit_code
+from hpc_train.launch.slurm.polling import Backoff, poll_jobs
+from hpc_train.launch.slurm.slurm_cli import Answer, client_environment
 from hpc_train.launch.state.state_names import State, from_slurm_state
 
 SQUEUE = """\
@@ -63,7 +65,7 @@ NEWER_SCONTROL = (
 
 
 def test_squeue() -> None:
-    found = {record.job_id: record for record in slurm_cli.parse_squeue(SQUEUE + OTHER_SQUEUE)}
+    found = {record.job_id: record for record in job_records.parse_squeue(SQUEUE + OTHER_SQUEUE)}
     assert found["7"] == JobRecord("7", "7", "COMPLETED", "squeue", ("node1", "node2"))
     assert found["52_2"] == JobRecord("52_2", "55", "FAILED", "squeue", ("node1",), "JobLaunchFailure")
     assert found["52_4"].raw_id == "52"
@@ -74,7 +76,7 @@ def test_squeue() -> None:
 
 
 def test_sacct() -> None:
-    found = {record.job_id: record for record in slurm_cli.parse_sacct(SACCT)}
+    found = {record.job_id: record for record in job_records.parse_sacct(SACCT)}
     assert sorted(found) == ["1", "16", "25", "28", "52_1", "8", "9"]
     assert found["28"] == JobRecord("28", "28", "FAILED", "sacct", ("node1",), "", 137)
     assert found["52_1"].exit_code == 4
@@ -83,13 +85,13 @@ def test_sacct() -> None:
 
 
 def test_scontrol() -> None:
-    element, newer = slurm_cli.parse_scontrol(SCONTROL + NEWER_SCONTROL)
+    element, newer = job_records.parse_scontrol(SCONTROL + NEWER_SCONTROL)
     assert element == JobRecord("52_2", "55", "FAILED", "scontrol", ("node1",), "JobLaunchFailure", 137)
     assert newer.job_id == "4711"
     assert newer.nodes == ("gpu01", "gpu02", "gpu03", "gpu04")
     assert (newer.state, newer.reason, newer.exit_code) == ("OUT_OF_MEMORY", "OutOfMemory", 253)
-    assert slurm_cli.parse_scontrol_fields(SCONTROL)["StdOut"] == "/data/a run/logs/job-55.log"
-    assert slurm_cli.parse_scontrol_fields(SCONTROL)["WorkDir"] == "/data/a run"
+    assert job_records.parse_scontrol_fields(SCONTROL)["StdOut"] == "/data/a run/logs/job-55.log"
+    assert job_records.parse_scontrol_fields(SCONTROL)["WorkDir"] == "/data/a run"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from sweeps import freeze, make
 
 from hpc_train.launch.local.node_sharing import list_visible_gpus, make_gpu_share_environment
-from hpc_train.launch.slurm.slurm_cli import DEFAULT_ARRAY_SIZE, Answer, max_array_size, split_evenly
+from hpc_train.launch.slurm.array_size import DEFAULT_ARRAY_SIZE, max_array_size, split_evenly
+from hpc_train.launch.slurm.slurm_cli import Answer
 from hpc_train.launch.sweep import submit_sweep
 from hpc_train.launch.sweep.arrays import JobArray, make_arrays, share_throttle
 from hpc_train.launch.sweep.sweep_directory import SweepDirectory

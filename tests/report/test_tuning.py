@@ -13,7 +13,9 @@ from lab import BASE
 
 from hpc_train.cli.main import main
 from hpc_train.config.compose import compose
-from hpc_train.report.tuning import Trial, Tuning, format_command, is_faster, list_changes, time_steps
+from hpc_train.report.tuning.changes import list_changes
+from hpc_train.report.tuning.search import Tuning, format_command
+from hpc_train.report.tuning.trials import Trial, is_faster, time_steps
 
 START = ("parallel.tp=2", "parallel.strategy=zero1", "train.micro_batch=1", "train.global_batch=16")
 """Small micro-batches, in a layout that communicates more than another."""

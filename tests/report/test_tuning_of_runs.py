@@ -13,7 +13,8 @@ import pytest
 from lab import BASE
 from test_tuning import NO_OVERLAP, START, best_of, list_space
 
-from hpc_train.report.tuning import Trial, Tuning, measure_locally
+from hpc_train.report.tuning.search import Tuning
+from hpc_train.report.tuning.trials import Trial, measure_locally
 
 STEPS = 24
 CHOSEN = ("train.global_batch", "train.micro_batch", "train.steps")

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from hpc_train.errors import UserError
-from hpc_train.launch.slurm.slurm_cli import JobRecord, client_environment, run_client
+from hpc_train.launch.slurm.job_records import JobRecord
+from hpc_train.launch.slurm.slurm_cli import client_environment, run_client
 from hpc_train.launch.state.attempts import read_rank_entries
 from hpc_train.launch.state.job_state import decide_state
 from hpc_train.launch.state.run_facts import RunFacts, gather_facts

@@ -14,7 +14,8 @@ from typing import BinaryIO
 from hpc_train.cli.run.status import read_statuses
 from hpc_train.errors import UserError
 from hpc_train.launch.recovery.failures import FirstError, find_first_error
-from hpc_train.launch.slurm.slurm_cli import Backoff, run_client
+from hpc_train.launch.slurm.polling import Backoff
+from hpc_train.launch.slurm.slurm_cli import run_client
 from hpc_train.launch.state.attempts import (
     RESULT_MARKER,
     find_task_of_rank,

@@ -84,7 +84,7 @@ def print_experiments(point: RunPoint) -> int:
     from hpc_train.errors import UserError
     from hpc_train.launch.slurm.slurm_cli import run_client
     from hpc_train.report.run_summary import read_config, summarise_run
-    from hpc_train.report.tuning import format_command
+    from hpc_train.report.tuning.search import format_command
 
     summary = summarise_run(point, run_client)
     if summary.config is None:

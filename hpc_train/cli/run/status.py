@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hpc_train.launch.slurm.slurm_cli import Backoff, run_client
+from hpc_train.launch.slurm.polling import Backoff
+from hpc_train.launch.slurm.slurm_cli import run_client
 from hpc_train.launch.state.job_state import decide_state
 from hpc_train.launch.state.progress import add_progress
 from hpc_train.launch.state.run_facts import gather_facts, read_files

@@ -26,16 +26,11 @@ from hpc_train.launch.callables.calls import (
     make_worker_command,
     pickle_value,
 )
+from hpc_train.launch.slurm.array_size import max_array_size, split_evenly
 from hpc_train.launch.slurm.batch_script import END_TOGETHER, checked_lines, shell_functions
+from hpc_train.launch.slurm.polling import poll_jobs
 from hpc_train.launch.slurm.sbatch import explain_refusal
-from hpc_train.launch.slurm.slurm_cli import (
-    client_environment,
-    delay_signals,
-    max_array_size,
-    poll_jobs,
-    run_client,
-    split_evenly,
-)
+from hpc_train.launch.slurm.slurm_cli import client_environment, delay_signals, run_client
 from hpc_train.regular_files import write_private_file
 
 _PATH_TAGS = ("%j", "%t", "%A", "%a")

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpc_train.launch.callables.calls import load_pickle
-from hpc_train.launch.slurm.slurm_cli import Backoff, JobRecord, PollResult, RunClient, poll_jobs
+from hpc_train.launch.slurm.job_records import JobRecord
+from hpc_train.launch.slurm.polling import Backoff, PollResult, poll_jobs
+from hpc_train.launch.slurm.slurm_cli import RunClient
 from hpc_train.launch.state.attempts import read_tail_text
 from hpc_train.launch.state.state_names import State, from_slurm_state
 

@@ -19,7 +19,8 @@ from hpc_train.errors import UserError
 from hpc_train.launch.command_output import CommandOutput
 from hpc_train.launch.rank_signals import ANSWER_SECONDS, address_ranks, cancel_jobs
 from hpc_train.launch.rank_stacks import STACK_SIGNAL, collect_stacks, describe_stacks
-from hpc_train.launch.slurm.slurm_cli import Backoff, RunClient
+from hpc_train.launch.slurm.polling import Backoff
+from hpc_train.launch.slurm.slurm_cli import RunClient
 from hpc_train.launch.state.attempts import cancel_marker_path
 from hpc_train.launch.state.job_state import decide_state
 from hpc_train.launch.state.run_facts import RunFacts, gather_facts

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_train.launch.slurm.slurm_cli import RunClient, parse_nodes
+from hpc_train.launch.slurm.job_records import parse_nodes
+from hpc_train.launch.slurm.slurm_cli import RunClient
 from hpc_train.launch.slurm.supervisor.time_limit import parse_time_left
 
 Floats = NDArray[np.float64]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TypeGuard
 
 from hpc_train.errors import EXIT_REQUEUE
-from hpc_train.launch.slurm.slurm_cli import JobRecord, parse_nodes
+from hpc_train.launch.slurm.job_records import JobRecord, parse_nodes
 from hpc_train.launch.state.attempts import Attempt, AttemptResult
 from hpc_train.launch.state.run_facts import RunFacts
 from hpc_train.launch.state.state_names import SIGNAL_OUT_OF_MEMORY, RunStatus, State, describe_exit, from_slurm_state

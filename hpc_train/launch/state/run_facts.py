@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.launch.recovery.failures import SRUN_ERRORS, find_first_error
-from hpc_train.launch.slurm.slurm_cli import JobRecord, RunClient, poll_jobs
+from hpc_train.launch.slurm.job_records import JobRecord
+from hpc_train.launch.slurm.polling import poll_jobs
+from hpc_train.launch.slurm.slurm_cli import RunClient
 from hpc_train.launch.state.attempts import Attempt, read_attempts, read_tail_text
 from hpc_train.launch.state.run_lookup import RunPoint
 from hpc_train.launch.state.state_names import State, parse_ending

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.errors import SweepError, UserError
-from hpc_train.launch.slurm import slurm_cli
-from hpc_train.launch.slurm.slurm_cli import UNKNOWN_JOB, RunClient
+from hpc_train.launch.slurm.job_records import UNKNOWN_JOB, parse_scontrol_fields, scontrol_command
+from hpc_train.launch.slurm.slurm_cli import RunClient
 from hpc_train.launch.sweep import sweep_directory
 from hpc_train.launch.sweep.sweep_directory import SweepDirectory, find_sweep, list_point_ids
 
@@ -110,11 +110,11 @@ def _find_points_in_directory(path: Path) -> list[RunPoint]:
 
 def _find_points_of_job(job_id: str, ask: RunClient) -> list[RunPoint]:
     """Find a job's run by asking Slurm where its log and its script are: in folders of its run or sweep directory."""
-    answer = ask(slurm_cli.scontrol_command(job_id))
+    answer = ask(scontrol_command(job_id))
     if answer.code != 0:
         why = "Slurm does not know it (any more)" if UNKNOWN_JOB in answer.err else answer.reason
         raise UserError(f"job {job_id}: {why}; give its run directory")
-    shown = [slurm_cli.parse_scontrol_fields(line) for line in answer.out.splitlines() if line.startswith("JobId=")]
+    shown = [parse_scontrol_fields(line) for line in answer.out.splitlines() if line.startswith("JobId=")]
     files = [Path(values.get(key, "")) for values in shown for key in ("Command", "StdOut")]
     places = dict.fromkeys(place for file in files for place in file.parents[1:2])
     if points := _find_points_of_array(job_id, filter(None, map(find_sweep, places))):

@@ -15,9 +15,9 @@ from pathlib import Path
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.slurm import batch_script
+from hpc_train.launch.slurm.array_size import split_evenly
 from hpc_train.launch.slurm.containers import Container, make_container
 from hpc_train.launch.slurm.request import JobRequest, make_request, node_count
-from hpc_train.launch.slurm.slurm_cli import split_evenly
 from hpc_train.launch.snapshot.code_snapshot import Snapshot
 from hpc_train.launch.sweep.sweep_directory import FrozenPoint, SweepDirectory
 from hpc_train.training.run_directory import RunDirectory

@@ -18,11 +18,12 @@ from hpc_train import __version__
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.command_output import Report
+from hpc_train.launch.slurm.array_size import max_array_size
 from hpc_train.launch.slurm.compact_nodes import ask_for_compact_nodes
 from hpc_train.launch.slurm.partitions import check_partition
 from hpc_train.launch.slurm.request import node_count
 from hpc_train.launch.slurm.sbatch import BatchExecutor, require_sbatch, submission_environment
-from hpc_train.launch.slurm.slurm_cli import RunClient, delay_signals, max_array_size, run_client
+from hpc_train.launch.slurm.slurm_cli import RunClient, delay_signals, run_client
 from hpc_train.launch.snapshot.code_snapshot import Snapshot, remove_unused_snapshots, snapshot_code
 from hpc_train.launch.submit import list_jobs_to_wait_for, transact_submission
 from hpc_train.launch.sweep import sweep_directory

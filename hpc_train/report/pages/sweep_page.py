@@ -66,7 +66,7 @@ def list_sweep_rows(
 def _format_command(run: Path) -> str:
     """Return the command that runs a point again; "" if its configuration cannot be read."""
     from hpc_train.config.keys.run_overrides import list_overrides
-    from hpc_train.report.tuning import format_command
+    from hpc_train.report.tuning.search import format_command
 
     config, _ = read_config(run)
     if config is None:

@@ -1,0 +1,1 @@
+"""Find faster settings for a training by short runs."""
