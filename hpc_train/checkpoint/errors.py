@@ -1,4 +1,4 @@
-"""Define the errors and problems of checkpoints; the text of each is one line."""
+"""The errors of checkpoints, and the problems that a check finds; the text of each is one line."""
 
 from __future__ import annotations
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from hpc_train.errors import UserError
 
 Environment = Mapping[str, str]
+_SIOCGIFADDR = 0x8915
+"""The call of ioctl that returns the address of a network interface, from linux/sockios.h."""
 _DIGITS = 12
 """Longest number that is read: more than any cluster has ranks, less than what Python refuses to convert."""
 
@@ -193,9 +195,6 @@ def make_single_identity() -> ProcessIdentity:
         host=socket.gethostname(),
         attempt_key="single-0",
     )
-
-
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 def find_interface_address(name: str) -> str | None:

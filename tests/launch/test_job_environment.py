@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_train.errors import UserError
-from hpc_train.launch.slurm.sbatch import job_environment
+from hpc_train.launch.slurm.job_environment import job_environment
 
 SHELL = {
     "PATH": "/bin",

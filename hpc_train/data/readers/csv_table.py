@@ -1,4 +1,4 @@
-"""Tables in text: comma-, tab-, semicolon- and bar-separated columns with a header line (RFC 4180)."""
+"""Read tables in text: comma-, tab-, semicolon- and bar-separated columns with a header line (RFC 4180)."""
 
 from __future__ import annotations
 

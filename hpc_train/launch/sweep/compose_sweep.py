@@ -1,4 +1,4 @@
-"""compose for many runs that differ in a few values: Hydra composes once for each choice of groups, not each run."""
+"""Compose many runs that differ in a few values: Hydra composes once for each choice of groups, not for each run."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def assign_parameters(
     """Distribute whole parameters over `count` servers, largest first, each to the server with the fewest elements."""
     dealt: list[list[tuple[str, nn.Parameter]]] = [[] for _ in range(count)]
     loads = [0] * count
-    # Largest first, each to the least loaded: close to even, and the same on every rank without communication.
+    # So they are close to even, and the same on every rank without communication.
     for name, parameter in sorted(parameters, key=lambda item: -item[1].numel()):
         lightest = loads.index(min(loads))
         dealt[lightest].append((name, parameter))

@@ -18,6 +18,10 @@ from numpy.typing import NDArray
 from hpc_train.errors import UserError
 from hpc_train.terminal import one_line
 
+PICTURE_SUFFIXES = (".svg", ".png", ".pdf")
+INK_COLOUR = "#1f2328"
+FAINT_COLOUR = "#8c959f"
+LINE_COLOUR = "#d0d7de"
 IDLE_COLOUR = "#c9d1d9"
 """Colour of a link whose load is unknown or zero."""
 PLAIN_COLOUR = "#9fb4c7"
@@ -29,6 +33,8 @@ _DISTINCT = (
 """Colours that are easily told apart, for that many groups."""
 _LIGHT, _MIDDLE, _HEAVY = (254, 217, 118), (252, 78, 42), (177, 0, 38)
 """Red, green and blue of a link with little load, with half of the heaviest, and with the heaviest."""
+_FONT = "DejaVu Sans"
+_DPI = 160
 
 
 def choose_group_colour(number: int, groups: int) -> str:
@@ -48,7 +54,7 @@ def choose_ink(colour: str) -> str:
     """Return black or white, whichever is more legible on the colour."""
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     luma = 0.299 * red + 0.587 * green + 0.114 * blue  # ITU-R BT.601: what the eye makes of the three
-    return "#1f2328" if luma > 150 else "white"
+    return INK_COLOUR if luma > 150 else "white"
 
 
 def choose_load_colour(load: float | None, heaviest: float) -> str:
@@ -63,14 +69,6 @@ def choose_load_colour(load: float | None, heaviest: float) -> str:
 def choose_load_width(load: float | None, heaviest: float) -> float:
     """Return the width of a link, points."""
     return 1.2 if not load or not heaviest else 1.2 + 5.8 * min(load / heaviest, 1.0)
-
-
-PICTURE_SUFFIXES = (".svg", ".png", ".pdf")
-INK_COLOUR = "#1f2328"
-FAINT_COLOUR = "#8c959f"
-LINE_COLOUR = "#d0d7de"
-_FONT = "DejaVu Sans"
-_DPI = 160
 
 
 @dataclass
