@@ -57,6 +57,8 @@ class WatchSettings:
     """The `resilience.notice` part."""
     last_try: bool = False
     """Whether one more hang would end the run."""
+    paths: Sequence[str] = ()
+    """Files and folders that the configuration names."""
 
 
 def read_watch_settings(logs: Path) -> WatchSettings | None:
@@ -66,10 +68,19 @@ def read_watch_settings(logs: Path) -> WatchSettings | None:
         settings = config["resilience"]
         last_try = is_last_try(logs.parents[1])
         limits = make_hang_limits(settings["hang"], bool(config["parallel"]["compile"]), last_try)
-        watch = WatchSettings(limits, bool(settings["act"]), settings["notice"], last_try)
+        watch = WatchSettings(limits, bool(settings["act"]), settings["notice"], last_try, list_paths(config))
         return watch if settings["watch"] else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def list_paths(config: object) -> list[str]:
+    """Return the absolute paths among the values of a configuration, such as those of its data and checkpoints."""
+    if isinstance(config, Mapping):
+        config = list(config.values())
+    if isinstance(config, list):
+        return list(dict.fromkeys(path for value in config for path in list_paths(value)))
+    return [config] if isinstance(config, str) and config.startswith("/") else []
 
 
 def is_last_try(run: Path) -> bool:
@@ -128,7 +139,8 @@ class HangResponse:
         hosts: the node of each task, as for `find_hang`.
         """
         self._logs, self._settings, self._request_stacks, self._hosts = logs, settings, request_stacks, hosts
-        self._watch = NodeWatch(logs, settings.limits, socket.gethostname(), read_learned(logs.parents[1]))
+        learned = read_learned(logs.parents[1])
+        self._watch = NodeWatch(logs, settings.limits, socket.gethostname(), learned, settings.paths)
         self._next = 0.0
         self._reported = self._reported_stall = False
         self._request: StackRequest | None = None

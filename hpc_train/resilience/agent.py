@@ -141,12 +141,12 @@ def run_agent(logs: Path, settings: dict[str, Any]) -> None:
     """Report on the ranks of this node until the supervisor ends this agent or dies.
 
     settings: the `resilience` part of a configuration; `learned`: seconds by phase, from earlier attempts; `compiles`
-    and `last_try`: see make_hang_limits; `without_supervisor`: the words of a command.
+    and `last_try`: see make_hang_limits; `without_supervisor`: the words of a command; `paths`: see NodeWatch.
     """
     learned = {Phase[name]: float(seconds) for name, seconds in settings["learned"].items()}
     host, due = name_this_node(), 0.0
     limits = make_hang_limits(settings["hang"], settings["compiles"], settings["last_try"])
-    watch = NodeWatch(logs, limits, learned=learned)
+    watch = NodeWatch(logs, limits, learned=learned, paths=settings.get("paths", ()))
     notices, notice, overdue, stop = NoticeWatch(**settings["notice"]), "", False, ""
     supervisor = SupervisorWatch(settings.get("without_supervisor", []))
 

@@ -72,9 +72,9 @@ class _Question:
 class DiskWatch:
     """Asks the file systems of silent ranks."""
 
-    def __init__(self, folder: Path) -> None:
-        """folder: one that the ranks write to, of the run."""
-        self._folder = folder
+    def __init__(self, folder: Path, paths: Sequence[str] = ()) -> None:
+        """folder: one that the ranks write to, of the run. paths: others that they use."""
+        self._folder, self._paths = folder, paths
         self._questions: dict[str, _Question] = {}
         self._answered: dict[str, tuple[Disk, float]] = {}
         self._due = 0.0
@@ -98,7 +98,7 @@ class DiskWatch:
             return []
         if now >= self._due:
             self._due = now + _AGAIN_SECONDS
-            for mount, (kind, paths) in list_file_systems(processes, self._folder).items():
+            for mount, (kind, paths) in list_file_systems(processes, self._folder, self._paths).items():
                 if mount not in self._questions:
                     path = str(self._folder) if str(self._folder) in paths else paths[0]
                     self._ask(Disk(mount, kind, path, 0.0), paths)
@@ -145,15 +145,18 @@ def _write(folder: str) -> None:
 
 
 def _read(path: str) -> None:
-    """Read the begin of a file, and not what of it is still in memory."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    """Read the begin of a file, and not what of it is still in memory; of a folder, ask how full its disk is."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    os.fstatvfs(descriptor)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.posix_fadvise(descriptor, 0, 4096, os.POSIX_FADV_DONTNEED)
         os.pread(descriptor, 1, 0)
 
 
-def list_file_systems(processes: Iterable[int], folder: Path) -> dict[str, tuple[str, list[str]]]:
-    """Return type and files by mount point: of files that these ranks use, by process id, and of `folder`, the last.
+def list_file_systems(
+    processes: Iterable[int], folder: Path, paths: Sequence[str] = ()
+) -> dict[str, tuple[str, list[str]]]:
+    """Return type and files by mount point: of files that these ranks use, by process id, of `paths`, and of `folder`.
 
     Only names are read: nothing here asks a file system.
     """
@@ -162,13 +165,14 @@ def list_file_systems(processes: Iterable[int], folder: Path) -> dict[str, tuple
     processes = [process for rank in processes for process in (rank, *_list_children(rank))]
     opened = [path for process in processes for path in _list_open_files(process)]
     mapped = [path for process in processes for path in _list_mapped_files(process)]
-    for path, most in [*((path, _FILES) for path in opened), *((path, 1) for path in mapped), (str(folder), 1 << 30)]:
+    most = [(opened, _FILES), (mapped, 1), ([*paths, str(folder)], _FILES + len(paths) + 1)]
+    for path, count in ((path, count) for group, count in most for path in group):
         mount = find_mount(path, mounts)
         if mount is None or mounts[mount] in _IN_MEMORY:
             continue
-        paths = found.setdefault(mount, (mounts[mount], []))[1]
-        if path not in paths and len(paths) < most:
-            paths.append(path)
+        files = found.setdefault(mount, (mounts[mount], []))[1]
+        if path not in files and len(files) < count:
+            files.append(path)
     return dict(list(found.items())[-_MOST:])
 
 

@@ -93,14 +93,22 @@ class NodeWatch:
     """Follows the ranks of this node that write heartbeats, and asks the file systems of those that are silent."""
 
     def __init__(
-        self, logs: Path, limits: HangLimits, host: str = "", learned: Mapping[Phase, float] | None = None
+        self,
+        logs: Path,
+        limits: HangLimits,
+        host: str = "",
+        learned: Mapping[Phase, float] | None = None,
+        paths: Sequence[str] = (),
     ) -> None:
-        """logs: of the attempt. host: name of this node. learned: seconds by phase, from earlier attempts."""
+        """logs: of the attempt. host: name of this node. learned: seconds by phase, from earlier attempts.
+
+        paths: files and folders that the ranks use.
+        """
         self._logs, self._host = logs, host
         self._limits, self.deadlines = limits, Deadlines(limits, learned or {})
         self._followed: dict[int, _Followed] = {}
         self._clock = WatchClock()
-        self._disk_watch = DiskWatch(logs)
+        self._disk_watch = DiskWatch(logs, paths)
         self.disks: list[Disk] = []
         """The file systems of ranks that are about to be late."""
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hpc_train.launch import watching
-from hpc_train.launch.watching import HangResponse, WatchSettings, find_stall
+from hpc_train.launch.watching import HangResponse, WatchSettings, find_stall, list_paths
 from hpc_train.resilience import file_systems
 from hpc_train.resilience.agent import Report, decode_report, encode_report
 from hpc_train.resilience.deadlines import HangLimits
@@ -58,6 +58,10 @@ def test_files_that_a_rank_has_open_are_found_by_their_file_systems(tmp_path: Pa
         found = list_file_systems([os.getpid()], tmp_path)
         path.unlink()
     assert str(path) in [name for _, paths in found.values() for name in paths]
+    named = list_file_systems(
+        [], tmp_path, list_paths({"data": {"path": "/etc/hosts", "seed": 1}, "all": ["x", "/usr"]})
+    )
+    assert {"/etc/hosts", "/usr"} <= {name for _, paths in named.values() for name in paths}
     assert not [name for _, paths in found.values() for name in paths if name.startswith(("/dev", "/proc", "/sys"))]
     assert "tmpfs" not in {kind for kind, _ in found.values()}
 
@@ -73,7 +77,7 @@ def frozen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], None
 
     monkeypatch.setattr(file_systems, "_read", wait)
     monkeypatch.setattr(file_systems, "_write", wait)
-    monkeypatch.setattr(file_systems, "list_file_systems", lambda _, folder: {"/disk": ("nfs4", [str(folder)])})
+    monkeypatch.setattr(file_systems, "list_file_systems", lambda _, folder, paths: {"/disk": ("nfs4", [str(folder)])})
     monkeypatch.setattr(file_systems, "STALL_SECONDS", 0.2)
     return thawed.touch
 

@@ -442,6 +442,7 @@ def main(logs: str, process: str, script: str, record: str = "") -> int:
         **config["resilience"],
         "compiles": bool(config["parallel"]["compile"]),
         "last_try": settings.last_try,
+        "paths": settings.paths,
         "without_supervisor": make_lost_script_command(logs) if settings.act else [],
     }
     if (Path(logs) / AGENT_ERRORS).exists():
