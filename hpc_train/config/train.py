@@ -86,6 +86,8 @@ class PrecisionConfig:
     float8_gather: bool = False
     """Whether fully_shard gathers the weights of these layers in 8 bits. Needs float8=tensorwise and a zero
     strategy."""
+    float8_experts: bool = False
+    """Whether the routed experts of a mixture compute in 8 bits, too. Needs float8=mxfp8 or mxfp8_with_gw_hp."""
 
 
 @config_dataclass

@@ -28,11 +28,17 @@ WIDTH_DIMENSIONS = {"gate": 2, "up": 2, "down": 1}
 HIDDEN_DIMENSIONS = {"gate": 1, "up": 1, "down": 2}
 
 
+ExpertProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Multiplies rows (n, K), sorted by expert, by stacked weights (experts, K, N); counts: (experts,), rows of each."""
+
+
 class Experts(nn.Module):
     """Routed experts: down(silu(gate(x)) * up(x)) of each, with weights stacked over experts."""
 
     grouped: bool | None = None
     """Whether to use torch's grouped products; None: on GPUs in bfloat16."""
+    product: ExpertProduct | None = None
+    """Computes the products, such as in 8 bits; None: they are computed in the format of the rows."""
 
     def __init__(self, count: int, hidden: int, width: int) -> None:
         super().__init__()
@@ -48,6 +54,9 @@ class Experts(nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, gate, up, down = (tensor.to(dtype) for tensor in (x, gate, up, down))
+        if self.product is not None:
+            hidden = F.silu(self.product(x, gate, counts)) * self.product(x, up, counts)
+            return self.product(hidden, down, counts)
         grouped = x.is_cuda and x.dtype == torch.bfloat16 if self.grouped is None else self.grouped
         if grouped:
             return _multiply_grouped(x, gate, up, down, counts)

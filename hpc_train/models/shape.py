@@ -18,8 +18,12 @@ from hpc_train.errors import UserError
 class CountedTransformer(TransformerConfig):
     """A decoder of another library by our shape, whose parameters were counted; it can be planned and not built."""
 
+    model_type: str = ""
+    """Family, as config.json names it; the names of its layers follow from it."""
     parameters: int = 0
     """Number of parameters, a tied table once."""
+    shared_feed_forward: int = 0
+    """Width of the feed-forward layer that all tokens pass beside the experts."""
     parallel_block: bool = False
     """Attention and feed-forward layer run on the same input."""
     fused_attention_input: bool = False

@@ -6,8 +6,7 @@ it splits the layer's weight (tensor/layers.py).
 
 from __future__ import annotations
 
-import difflib
-from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
 from torch import nn
@@ -21,8 +20,9 @@ from hpc_train.models.adapters.adapted_linear import (
     list_nf4_layers,
     quantize_layer,
 )
-from hpc_train.models.adapters.names import ADAPTER_LEAVES
-from hpc_train.models.adapters.nf4 import BLOCK, import_bitsandbytes
+from hpc_train.models.adapters.names import ADAPTER_LEAVES, choose_targets, matches_target
+from hpc_train.models.adapters.nf4 import import_bitsandbytes
+from hpc_train.models.adapters.nf4_sizes import NF4_BLOCK
 from hpc_train.parallel.user_model import get_named_blocks, name_model
 
 
@@ -56,7 +56,7 @@ def quantize_base(part: nn.Module) -> str:
     if not layers:
         raise UserError(
             f"adapter.base=nf4: no linear layer of {name_model(part)} has a number of inputs that is a multiple of "
-            f"{BLOCK}; use adapter.base=full"
+            f"{NF4_BLOCK}; use adapter.base=full"
         )
     linear_count = sum(
         isinstance(module, nn.Linear) for name in blocks for module in part.get_submodule(name).modules()
@@ -115,18 +115,7 @@ def find_target_layers(model: nn.Module, globs: list[str]) -> dict[str, nn.Modul
                 f"change; name layers with adapter.targets: {', '.join(layers)}"
             )
         return inside or layers
-    matched = {glob: [name for name in layers if _matches(name, glob)] for glob in globs}
-    for glob, names in matched.items():
-        if not names:
-            hint = _explain_mismatch(model, layers, glob)
-            raise UserError(f"adapter.targets: {glob!r} matches no linear layer{hint}")
-    targets = {name for names in matched.values() for name in names}
-    return {name: layer for name, layer in layers.items() if name in targets}
-
-
-def _matches(name: str, glob: str) -> bool:
-    """Whether a glob names a layer by its whole name or, like PEFT's target_modules, by the end of it."""
-    return fnmatchcase(name, glob) or fnmatchcase(name, f"*.{glob}")
+    return {name: layers[name] for name in choose_targets(list(layers), globs, partial(_describe_others, model))}
 
 
 def _takes_adapter(module: nn.Module) -> bool:
@@ -145,10 +134,7 @@ def _takes_adapter(module: nn.Module) -> bool:
     return inherits or computes_as_linear(kind)  # type: ignore[arg-type]  # torch: __hash__(object)
 
 
-def _explain_mismatch(model: nn.Module, layers: dict[str, nn.Module], glob: str) -> str:
-    other_types = {type(module).__name__ for name, module in model.named_modules() if _matches(name, glob)}
-    if other_types:
-        return f" but {', '.join(sorted(other_types))}; only nn.Linear and Conv1D take an adapter"
-    ends = sorted({name.rpartition(".")[2] for name in layers})
-    close_names = difflib.get_close_matches(glob, [*layers, *ends], n=3, cutoff=0.4) or ends[:8]
-    return f"; the nearest are {', '.join(close_names)}"
+def _describe_others(model: nn.Module, glob: str) -> str:
+    """Return which modules that take no adapter a glob names; empty: none."""
+    others = {type(module).__name__ for name, module in model.named_modules() if matches_target(name, glob)}
+    return f" but {', '.join(sorted(others))}; only nn.Linear and Conv1D take an adapter" if others else ""

@@ -89,6 +89,9 @@ MODELS: dict[str, ModelConfig] = {
     "wide-experts": _llama(
         kv_heads=4, experts=ExpertsConfig(count=8, top_k=2, feed_forward=12, first_dense=1), feed_forward=64
     ),
+    "experts in 8 bits": _llama(
+        hidden=64, kv_heads=4, experts=ExpertsConfig(count=4, top_k=2, feed_forward=64), feed_forward=128
+    ),
     "shared-experts": _llama(
         tied_embeddings=True,
         experts=ExpertsConfig(

@@ -10,9 +10,10 @@ import peft
 import pytest
 import torch
 from drawn import draw
-from matrix import MAX_NORM, RATES, STEPS, Case, fresh, global_batch, model, steps, train_and_save
+from matrix import MAX_NORM, RATES, SEQUENCES, STEPS, Case, fresh, global_batch, model, steps, train_and_save
 from matrix import resume as resume_case
 from outcome import Arrays, Outcome, assert_close, whole
+from test_matrix import assert_outcome
 from torch import Tensor, nn
 
 from hpc_train.config.run import RunConfig
@@ -128,6 +129,24 @@ def test_adapters_train_as_in_peft(name: str) -> None:
     for key, value in untouched.items():
         np.testing.assert_array_equal(state[key], value)
     assert {key for key in state if key.startswith("optim.exp_avg.")} == {f"optim.exp_avg.{key}" for key in after}
+
+
+ROUTER = (*LORA, "adapter.targets=['*.router.gate','*.q']")
+MIXTURES = {
+    "fsdp-2": (Case(2, ("parallel=fsdp", *LORA), "shared-experts"), LORA),
+    "tp-2-dora": (Case(2, ("parallel.tp=2", *DORA), "shared-experts"), DORA),
+    "tp-2-router": (Case(2, ("parallel.tp=2", *ROUTER), "shared-experts"), ROUTER),
+    "tp-2-latent": (Case(2, ("parallel.tp=2", *LORA), "latent"), LORA),
+}
+
+
+@pytest.mark.parametrize("name", draw(MIXTURES, ["tp-2-dora", "tp-2-router"]))
+def test_adapters_of_mixtures_of_experts_train_as_in_one_process(name: str) -> None:
+    """Attention, shared experts and routers have adapters; routed experts are frozen."""
+    case, adapter = MIXTURES[name]
+    (alone,) = run_ranks(train_here, 1, Case(1, adapter, case.kind, micro=SEQUENCES))
+    ranks = run_ranks(train_here, case.ranks, case, parallel=case.config().parallel, timeout=200)
+    assert_outcome(ranks, alone)
 
 
 def test_resume_in_another_layout(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -19,8 +19,10 @@ from drawn import draw
 from matrix import SEQUENCES, STEPS, Case, fresh, global_batch, model, steps
 from outcome import Outcome, assert_close, gradients, whole
 from test_matrix import assert_outcome
+from torch import Tensor
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
+from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
 from torchao.prototype.moe_training.mxfp8_linear import mx_mm
 from torchao.prototype.mx_formats.config import (
     MXFP8Dim0CastKernelChoice,
@@ -34,13 +36,14 @@ from hpc_train.config.train import PrecisionConfig
 from hpc_train.errors import UserError
 from hpc_train.interfaces import IGNORED_TARGET, World
 from hpc_train.parallel.precision.float8 import convert_linear_layers, set_product
-from hpc_train.parallel.precision.mxfp8 import make_mxfp8_product
+from hpc_train.parallel.precision.mxfp8 import make_mxfp8_expert_product, make_mxfp8_product
 from hpc_train.parallel.precision.number_formats import check_precision_device
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.testing import run_ranks
 
 EXACT = ("precision.float8=rowwise_with_gw_hp",)
 MXFP8, MXFP8_WIDE = "precision.float8=mxfp8", "precision.float8=mxfp8_with_gw_hp"
+EXPERTS = (MXFP8_WIDE, "precision.float8_experts=true")
 PIPELINE = ("parallel=ddp", "parallel.pp=2")
 CASES = {
     "ddp-2": Case(2, ("parallel=ddp", *EXACT), "sixteens"),
@@ -74,8 +77,24 @@ CASES = {
         4, (*PIPELINE, "parallel.tp=2", "parallel.recompute.mode=full", MXFP8_WIDE), "sixty-fours"
     ),
     "mxfp8-wide-fsdp-2-experts": Case(2, ("parallel=fsdp", MXFP8_WIDE), "wide-experts"),
+    "experts-ddp-2": Case(2, ("parallel=ddp", *EXPERTS), "experts in 8 bits"),
+    "experts-fsdp-2-ep-2": Case(2, ("parallel=fsdp", "parallel.ep=2", *EXPERTS), "experts in 8 bits", micro=2),
+    "experts-fsdp-4-ep-2": Case(4, ("parallel=fsdp", "parallel.ep=2", *EXPERTS), "experts in 8 bits"),
+    "experts-zero1-4-ep-4-recompute": Case(
+        4, ("parallel.strategy=zero1", "parallel.ep=4", "parallel.recompute.mode=full", *EXPERTS), "experts in 8 bits"
+    ),
+    "experts-fsdp-2-cp-2-ep-4": Case(
+        4, ("parallel=fsdp", "parallel.cp=2", "parallel.ep=4", *EXPERTS), "experts in 8 bits"
+    ),
+    "experts-fsdp-2-tp-2-ep-2": Case(
+        4, ("parallel=fsdp", "parallel.tp=2", "parallel.ep=2", *EXPERTS), "experts in 8 bits"
+    ),
+    "experts-pp-2": Case(2, (*PIPELINE, *EXPERTS), "experts in 8 bits"),
 }
-DRAWN = ("fsdp-4", "cp-2", "pp-2-zbv", "mxfp8-fsdp-4", "mxfp8-wide-cp-2", "mxfp8-tp-2")
+DRAWN = (
+    *("fsdp-4", "cp-2", "pp-2-zbv", "mxfp8-fsdp-4", "mxfp8-wide-cp-2", "mxfp8-tp-2"),
+    *("experts-fsdp-4-ep-2", "experts-fsdp-2-cp-2-ep-4"),
+)
 
 
 def _train(world: World, case: Case) -> Outcome:
@@ -88,8 +107,8 @@ def _learn(world: World, case: Case) -> Outcome:
 
 
 @cache
-def _in_one_process(kind: str, recipe: str) -> Outcome:
-    alone = Case(1, (recipe,), kind, micro=SEQUENCES)
+def _in_one_process(kind: str, *recipe: str) -> Outcome:
+    alone = Case(1, recipe, kind, micro=SEQUENCES)
     (outcome,) = run_ranks(_train, 1, alone, parallel=alone.config().parallel)
     return outcome
 
@@ -98,8 +117,8 @@ def _in_one_process(kind: str, recipe: str) -> Outcome:
 def test_every_layout_gives_the_numbers_of_one_process(name: str) -> None:
     case = CASES[name]
     ranks = run_ranks(_train, case.ranks, case, parallel=case.config().parallel, timeout=200)
-    (recipe,) = (override for override in case.overrides if override.startswith("precision.float8="))
-    assert_outcome(ranks, _in_one_process(case.kind, recipe))
+    recipe = (override for override in case.overrides if override.startswith("precision.float8"))
+    assert_outcome(ranks, _in_one_process(case.kind, *recipe))
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
@@ -142,6 +161,67 @@ def test_products_of_blocks_are_those_of_torchao(wide: bool) -> None:
     exact = seed.flatten(0, 1).t() @ x.flatten(0, 1)
     error = float((layer[0].weight.grad - exact).norm() / exact.norm())
     assert error < 1e-6 if wide else 0.01 < error < 0.05
+
+
+def test_experts_compute_in_8_bits_only_if_asked_for() -> None:
+    kind = "experts in 8 bits"
+    asked, without = _in_one_process(kind, *EXPERTS).losses, _in_one_process(kind, MXFP8_WIDE).losses
+    assert 1e-6 < abs(asked[0] / without[0] - 1) < 0.05
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_products_of_experts_are_those_of_torchao(wide: bool) -> None:
+    """torchao emulates them in bfloat16, and fills up the rows of each expert to blocks; one has none."""
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.tensor([5, 0, 32, 40])
+    rows, weights, seed = (
+        torch.randn(*size, generator=generator).bfloat16() for size in ((77, 64), (4, 64, 96), (77, 96))
+    )
+    rows *= torch.logspace(-3, 3, 64)  # scales differ from block to block
+    results = []
+    for product in (make_mxfp8_expert_product(wide, torch.device("cpu")), partial(_multiply_by_torchao, wide)):
+        x, w = rows.clone().requires_grad_(), weights.clone().requires_grad_()
+        out = product(x, w, counts)
+        (out * seed).sum().backward()
+        results.append([tensor.float() for tensor in (out.detach(), x.grad, w.grad)])
+    for ours, theirs in zip(*results, strict=True):
+        assert float((ours - theirs).norm() / theirs.norm()) < 0.004, "the same up to the last bit of bfloat16"
+    parts = zip(rows.float().split(counts.tolist()), weights.float(), strict=True)
+    exact = torch.cat([part @ weight for part, weight in parts])
+    assert 0.01 < float((results[0][0] - exact).norm() / exact.norm()) < 0.05
+
+
+def _multiply_by_torchao(wide: bool, rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    out: Tensor = _to_mxfp8_then_scaled_grouped_mm(
+        rows,
+        weights.transpose(1, 2).contiguous().transpose(1, 2),
+        counts.cumsum(0).to(torch.int32),
+        out_dtype=torch.bfloat16,
+        kernel_preference=KernelPreference.EMULATED,
+        wgrad_with_hp=wide,
+        pad_token_groups_for_grouped_mm=True,
+    )
+    return out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("model=llama_moe_tiny", "precision=fp8"), "rowwise has no products of experts"),
+        (("model=llama_tiny", "precision=mxfp8"), "model=llama_tiny has no experts"),
+    ],
+)
+def test_experts_that_cannot_compute_in_8_bits_are_one_line(overrides: tuple[str, ...], words: str) -> None:
+    with pytest.raises(UserError, match=r"precision\.float8_experts=true: ") as caught:
+        check_support(compose([*overrides, "precision.float8_experts=true"]), 2)
+    assert words in str(caught.value)
+
+
+def test_experts_of_odd_widths_are_one_line() -> None:
+    with pytest.raises(UserError, match="experts of 12, which must be multiples of 32"):
+        convert_linear_layers(
+            model("wide-experts"), PrecisionConfig(float8="mxfp8", float8_experts=True), torch.device("cpu")
+        )
 
 
 @pytest.mark.parametrize(

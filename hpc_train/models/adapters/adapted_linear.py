@@ -23,9 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpc_train.models.adapters.names import ADAPTER_A, ADAPTER_MAGNITUDE, is_adapter_parameter
-from hpc_train.models.adapters.nf4 import BLOCK, Nf4Linear, Nf4Weight, multiply, replace_weight
+from hpc_train.models.adapters.nf4 import Nf4Linear, Nf4Weight, replace_weight
+from hpc_train.models.adapters.nf4_sizes import NF4_BLOCK
 from hpc_train.models.dropout import Dropout
 from hpc_train.models.initial_values import Normal, Region, draw_values, get_whole_region
+from hpc_train.models.linear import multiply_weight
 
 
 class AdaptedLayer(nn.Module):
@@ -108,7 +110,7 @@ class AdaptedLinear(AdaptedLayer, nn.Linear):
 
     def multiply_weight(self, x: Tensor) -> Tensor:
         """(..., inputs) -> (..., outputs), without the adapter."""
-        return multiply(self, x)
+        return multiply_weight(self, x)
 
     def multiply_a(self, x: Tensor) -> Tensor:
         """(..., inputs) -> (..., rank)."""
@@ -167,7 +169,7 @@ def list_nf4_layers(model: nn.Module, blocks: Iterable[str]) -> dict[str, nn.Lin
         if isinstance(module, nn.Linear)
         and name.startswith(inside)
         and (type(module) is AdaptedLinear or computes_as_linear(type(module)))  # type: ignore[arg-type]  # torch: __hash__(object)
-        and module.in_features % BLOCK == 0
+        and module.in_features % NF4_BLOCK == 0
         and users[id(module._parameters["weight"])] == 1
     }
 

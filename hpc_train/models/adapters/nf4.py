@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hpc_train.errors import UserError
+from hpc_train.models.adapters.nf4_sizes import NF4_BLOCK
 from hpc_train.quiet_imports import without_warnings
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-BLOCK = 64
-"""Numbers that share a scale."""
 _BLOCKS_AT_ONCE = 1 << 12
 """Rounding on a CPU compares each number with all 16 levels, in memory."""
 NF4_CODES, NF4_SCALES = "nf4_codes", "nf4_scales"
@@ -50,22 +49,15 @@ class Nf4Linear(Nf4Weight, nn.Linear):  # type: ignore[override]  # weight is co
 
     def forward(self, input: Tensor) -> Tensor:
         """x (..., inputs) -> (..., outputs)."""
-        out = multiply(self, input)
+        out = multiply_nf4(self, input)
         return out if self.bias is None else out + self.bias
 
 
-def multiply(layer: nn.Linear, x: Tensor) -> Tensor:
-    """Return W x without the bias, (..., outputs), for a layer that may have its weight in NF4.
-
-    A layer with an attribute `product` computes by that: (x (..., inputs), weight) -> (..., outputs).
-    """
-    if not isinstance(layer, Nf4Weight):
-        product = getattr(layer, "product", F.linear)
-        out: Tensor = product(x, layer.weight)
-        return out
+def multiply_nf4(layer: Nf4Weight, x: Tensor) -> Tensor:
+    """Return W x without the bias, (..., outputs), in the format that autocast or x has."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    out = _Product.apply(x, layer.nf4_codes, layer.nf4_scales)  # type: ignore[no-untyped-call]
+    out: Tensor = _Product.apply(x, layer.nf4_codes, layer.nf4_scales)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -91,9 +83,9 @@ def expand(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     flat = torch.ops.bitsandbytes.dequantize_4bit(
         codes.reshape(-1, 1),
         scales.reshape(-1).view(torch.float32),
-        BLOCK,
+        NF4_BLOCK,
         "nf4",
-        (rows * half * 2 // BLOCK, BLOCK),
+        (rows * half * 2 // NF4_BLOCK, NF4_BLOCK),
         narrow,
     )
     return cast(Tensor, flat).view(rows, 2 * half).to(dtype)
@@ -106,13 +98,15 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     rows, columns = weight.shape
     codes, scales = [weight.new_empty(0, dtype=torch.uint8)], [weight.new_empty(0, dtype=torch.float32)]
-    for blocks in weight.detach().reshape(-1, BLOCK).split(_BLOCKS_AT_ONCE):  # type: ignore[no-untyped-call]
+    for blocks in weight.detach().reshape(-1, NF4_BLOCK).split(_BLOCKS_AT_ONCE):  # type: ignore[no-untyped-call]
         blocks_fp32 = blocks.to(torch.float32).contiguous()
-        codes_of_blocks, scales_of_blocks = torch.ops.bitsandbytes.quantize_4bit(blocks_fp32, BLOCK, "nf4", torch.uint8)
+        codes_of_blocks, scales_of_blocks = torch.ops.bitsandbytes.quantize_4bit(
+            blocks_fp32, NF4_BLOCK, "nf4", torch.uint8
+        )
         codes.append(codes_of_blocks.flatten())
         scales.append(scales_of_blocks.flatten())
     return torch.cat(codes).view(rows, columns // 2), torch.cat(scales).view(torch.uint8).view(
-        rows, columns // BLOCK * 4
+        rows, columns // NF4_BLOCK * 4
     )
 
 
@@ -123,7 +117,7 @@ def replace_weight(layer: nn.Linear, kind: type[nn.Linear]) -> None:
     del layer._parameters["weight"]
     layer.__class__ = kind
     cast("Nf4Linear", layer).nf4_dtype = dtype
-    for name, columns in ((NF4_CODES, inputs // 2), (NF4_SCALES, inputs // BLOCK * 4)):
+    for name, columns in ((NF4_CODES, inputs // 2), (NF4_SCALES, inputs // NF4_BLOCK * 4)):
         empty = torch.empty(outputs, columns, dtype=torch.uint8, device=device)
         layer.register_parameter(name, nn.Parameter(empty, requires_grad=False))
 

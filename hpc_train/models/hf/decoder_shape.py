@@ -120,6 +120,7 @@ class _Reader:
         stores_scores = self.attention == "eager" or (self.attention == "auto" and decoder.eager)
         return CountedTransformer(
             name=name,
+            model_type=self.file.model_type,
             vocab_size=self.get("vocab_size"),
             layers=layers,
             hidden=hidden,
@@ -145,6 +146,7 @@ class _Reader:
             parallel_block=self.flag(decoder.parallel_block),
             fused_attention_input=self.file.model_type in ("gpt2", "gpt_neox"),
             parameters=self.count(experts),
+            shared_feed_forward=self.read_shared_width() if experts.count else 0,
         )
 
     def get(self, key: str, default: int | None = None) -> int:
@@ -208,8 +210,14 @@ class _Reader:
         if self.file.model_type not in ("mixtral", "qwen2_moe", "qwen3_moe") or count is None:
             return ExpertsConfig()
         width = self.get("moe_intermediate_size", self.get("intermediate_size"))
-        shared = -(-(self.file.get_number("shared_expert_intermediate_size") or 0) // width)
+        shared = -(-self.read_shared_width() // width)
         return ExpertsConfig(count=count, top_k=self.get("num_experts_per_tok"), feed_forward=width, shared=shared)
+
+    def read_shared_width(self) -> int:
+        """Return the width of the shared expert; 0: there is none."""
+        if self.file.model_type != "qwen2_moe":
+            return 0
+        return self.file.get_number("shared_expert_intermediate_size") or 0
 
     def count(self, experts: ExpertsConfig) -> int:
         """Count the parameters; a tied table once."""

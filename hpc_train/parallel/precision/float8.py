@@ -3,8 +3,8 @@
 The formats are those of Micikevicius et al. 2022, arXiv:2209.05433; the scales and recipes are torchao's (float8). The
 parameters keep their dtype: each product rounds its inputs again. So parameters, optimizer state and checkpoints are
 the same as in a run without float8, and so is what fully_shard gathers, unless data_parallel/float8_gather.py rounds it
-first. Embedding, head, norms, routers and experts are not converted. mxfp8.py has the layers with a scale for each
-block of 32 values.
+first. Embedding, head, norms and routers are not converted. mxfp8.py has the layers with a scale for each block of 32
+values, and the routed experts (precision.float8_experts).
 
 A CPU has no 8-bit products. There torchao rounds to 8 bits and multiplies in the dtype of the layer, so that a layout
 can be proved equal to a single process without a GPU.
@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,7 +24,8 @@ from torch import Tensor, nn
 
 from hpc_train.config.train import PrecisionConfig
 from hpc_train.errors import UserError
-from hpc_train.models.adapters.nf4 import multiply
+from hpc_train.models.experts import ExpertProduct, list_mixtures
+from hpc_train.models.linear import multiply_weight
 from hpc_train.parallel.adapters import find_target_layers
 from hpc_train.parallel.materialise import is_rehearsal
 from hpc_train.parallel.user_model import name_model
@@ -54,28 +57,48 @@ def convert_linear_layers(part: nn.Module, config: PrecisionConfig, device: torc
             "width, or precision=bf16"
         )
     emulates = device.type != "cuda" and not is_rehearsal()  # a rehearsal counts the memory of a GPU's products
+    mixtures = ""
     if in_blocks:
-        _compute_in_blocks(part, convertible, config, device)
+        products = _import_block_products(config)
+        wide = config.float8.endswith("_with_gw_hp")
+        for name in convertible:
+            set_product(part.get_submodule(name), products.make_mxfp8_product(wide, device))
+        if config.float8_experts:
+            mixtures = _convert_experts(part, products.make_mxfp8_expert_product(wide, device), multiple)
     else:
         recipe = replace(torchao.Float8LinearConfig.from_recipe_name(config.float8), emulate=emulates)
         _convert_by_torchao(torchao, part, convertible, recipe, device)
     skipped_count = len(linear_layers) - len(convertible)
     skipped = f", {skipped_count} left alone for their sizes" if skipped_count else ""
     emulation = ", emulated: this device has no products of 8 bits" if emulates else ""
-    return f"float8: {config.float8}, {len(convertible)} linear layers{skipped}{emulation}"
+    return f"float8: {config.float8}, {len(convertible)} linear layers{skipped}{mixtures}{emulation}"
 
 
-def _compute_in_blocks(part: nn.Module, names: Collection[str], config: PrecisionConfig, device: torch.device) -> None:
+def _import_block_products(config: PrecisionConfig) -> ModuleType:
     try:
-        from hpc_train.parallel.precision.mxfp8 import make_mxfp8_product
+        return import_module("hpc_train.parallel.precision.mxfp8")
     except ImportError as error:  # a prototype of torchao, which a release may move
         raise UserError(
             f"precision.float8={config.float8}: this torchao has no such products ({error}); pip install "
             "'torchao>=0.18,<0.19', or use precision=fp8"
         ) from None
-    product = make_mxfp8_product(config.float8.endswith("_with_gw_hp"), device)
-    for name in names:
-        set_product(part.get_submodule(name), product)
+
+
+def _convert_experts(part: nn.Module, product: ExpertProduct, multiple: int) -> str:
+    """Have the routed experts of `part` compute by `product`, in place; returns the end of the line about it.
+
+    Raises UserError for sizes that are no multiples of `multiple`; tp divides the width.
+    """
+    mixtures = list_mixtures(part)
+    for name, mixture in mixtures.items():
+        _, hidden, width = mixture.experts.gate.shape
+        if hidden % MXFP8_BLOCK or width % multiple:
+            raise UserError(
+                f"precision.float8_experts=true: {name} has hidden states of {hidden} and experts of {width}, which "
+                f"must be multiples of {MXFP8_BLOCK} and {multiple}; leave it out, or choose such widths"
+            )
+        mixture.experts.product = product
+    return f", experts of {len(mixtures)} layers"
 
 
 def _convert_by_torchao(
@@ -104,7 +127,7 @@ def set_product(layer: nn.Module, product: Callable[[Tensor, Tensor], Tensor]) -
     layer.product = product  # type: ignore[assignment]
 
     def forward(x: Tensor) -> Tensor:
-        out = multiply(layer, x)
+        out = multiply_weight(layer, x)
         return out if layer.bias is None else out + layer.bias.to(out.dtype)
 
     layer.forward = forward  # type: ignore[method-assign, assignment]

@@ -20,11 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hpc_train.models.experts import ExpertProduct
 from hpc_train.parallel.materialise import is_rehearsal
 from hpc_train.quiet_imports import without_warnings
 from hpc_train.traffic.weights import MXFP8_BLOCK
 
 with without_warnings():  # of compiled parts for GPUs that are not here
+    from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
     from torchao.prototype.moe_training.mxfp8_linear import _to_mxfp8_then_scaled_mm
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
     from torchao.prototype.mx_formats.mx_tensor import to_dtype, to_mx
@@ -42,6 +44,39 @@ def make_mxfp8_product(wide_weight_gradients: bool, device: torch.device) -> Pro
     wide_weight_gradients: gradients of weights are computed in the format of the layer.
     """
     return partial(_multiply_rows, _choose_product(wide_weight_gradients, device))
+
+
+def make_mxfp8_expert_product(wide_weight_gradients: bool, device: torch.device) -> ExpertProduct:
+    """Make the product of stacked experts on a device; K and N of every expert are multiples of MXFP8_BLOCK.
+
+    The scales of the weights' gradient belong to 32 neighbouring rows of one expert.
+    """
+    if device.type == "cuda" and not is_rehearsal():
+        return partial(_multiply_grouped, wide_weight_gradients)
+    return partial(_multiply_each, make_mxfp8_product(wide_weight_gradients, device))
+
+
+def _multiply_grouped(wide_weight_gradients: bool, rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """Multiply by torchao's grouped product, which fills up the rows of each expert to whole blocks."""
+    by_columns = weights.transpose(1, 2).contiguous().transpose(1, 2)  # as it takes the weights
+    out: Tensor = _to_mxfp8_then_scaled_grouped_mm(
+        rows.contiguous(),
+        by_columns,
+        counts.cumsum(0).to(torch.int32),
+        out_dtype=rows.dtype,
+        wgrad_with_hp=wide_weight_gradients,
+        scale_calculation_mode=_UP,
+        pad_token_groups_for_grouped_mm=True,
+    )
+    return out
+
+
+def _multiply_each(product: Product, rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """Multiply with one expert after another, each by `product`."""
+    parts = zip(torch.split(rows, counts.tolist()), weights.unbind(), strict=True)
+    outputs = [product(part, weight.t()) for part, weight in parts if len(part)]
+    # Without rows the first expert computes nothing, so that the weights have a gradient.
+    return torch.cat(outputs) if outputs else rows @ weights[0]
 
 
 def _multiply_rows(product: Product, x: Tensor, weight: Tensor) -> Tensor:

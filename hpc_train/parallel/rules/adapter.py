@@ -11,10 +11,9 @@ from hpc_train.config.model import HfModelConfig, ModelConfig
 from hpc_train.config.parallel import Degrees
 from hpc_train.config.run import RunConfig, is_loose
 from hpc_train.errors import UserError
+from hpc_train.models.adapters.nf4_sizes import NF4_BLOCK
 from hpc_train.models.hf.config_file import read_config_file
-
-_BLOCK = 64
-"""Numbers that share a scale (models/adapters/nf4.py, which needs torch)."""
+from hpc_train.models.shape import CountedTransformer
 
 
 def check_adapter_rules(config: RunConfig, degrees: Degrees) -> None:
@@ -47,10 +46,8 @@ def check_adapter_rules(config: RunConfig, degrees: Degrees) -> None:
 def _check_nf4(config: RunConfig, degrees: Degrees) -> None:
     """Refuse what a base in 4 bits cannot be combined with, and a base that nothing could read again."""
     option, model = "adapter.base=nf4", config.model
-    if not isinstance(model, HfModelConfig):
-        raise UserError(explain_missing_base(model))
-    if model.weights == "draw" or not any(Path(model.path).expanduser().glob("*.safetensors")):
-        raise UserError(f"{option}: model.path={model.path} is trained from scratch here; give a folder with weights")
+    if not isinstance(model, CountedTransformer):  # by which the planner replaces a model that it has checked
+        _check_base_files(model)
     if config.parallel.offload.parameters != "none":
         raise UserError(f"{option}: is not combined with parallel.offload.parameters; leave one of them out")
     if config.parallel.compile:
@@ -61,8 +58,18 @@ def _check_nf4(config: RunConfig, degrees: Degrees) -> None:
         raise UserError(f"{option}: adapter.path starts LoRA only, not DoRA; use adapter.base=full")
     if find_spec("bitsandbytes") is None:
         raise UserError(f"{option}: needs the package bitsandbytes: pip install 'hpc_train[qlora]'")
-    if degrees.tp > 1:
+    if degrees.tp > 1 and isinstance(model, HfModelConfig):
         _check_blocks(model, degrees.tp)
+
+
+def _check_base_files(model: ModelConfig) -> None:
+    """Refuse a base in 4 bits of a model that no files have."""
+    if not isinstance(model, HfModelConfig):
+        raise UserError(explain_missing_base(model))
+    if model.weights == "draw" or not any(Path(model.path).expanduser().glob("*.safetensors")):
+        raise UserError(
+            f"adapter.base=nf4: model.path={model.path} is trained from scratch here; give a folder with weights"
+        )
 
 
 def explain_missing_base(model: ModelConfig) -> str:
@@ -78,9 +85,9 @@ def _check_blocks(model: HfModelConfig, tp: int) -> None:
     file = read_config_file(model)
     for key in ("hidden_size", "intermediate_size"):
         size = file.get_number(key)
-        if size is not None and size % _BLOCK == 0 and (size // tp) % _BLOCK:
+        if size is not None and size % NF4_BLOCK == 0 and (size // tp) % NF4_BLOCK:
             raise UserError(
-                f"adapter.base=nf4: parallel.tp={tp} would split blocks of {_BLOCK} numbers in {key}={size} of "
+                f"adapter.base=nf4: parallel.tp={tp} would split blocks of {NF4_BLOCK} numbers in {key}={size} of "
                 f"{file.folder / 'config.json'}; use parallel=fsdp, or adapter.base=full"
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hpc_train.config.model import TransformerConfig
 from hpc_train.config.parallel import Degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
@@ -12,6 +13,8 @@ def check_float8_rules(config: RunConfig, degrees: Degrees) -> None:
     precision, parallel = config.precision, config.parallel
     if precision.float8_gather:
         _check_gather(config, degrees)
+    if precision.float8_experts:
+        _check_experts(config)
     if precision.float8 == "none":
         return
     option = f"precision.float8={precision.float8}"
@@ -28,6 +31,18 @@ def check_float8_rules(config: RunConfig, degrees: Degrees) -> None:
         raise UserError(f"{option}: adapter={config.adapter.kind} changes the same layers; use precision=bf16")
     if parallel.server.mode != "none":
         raise UserError(f"{option}: is not combined with parameter servers; use parallel=ddp or parallel=fsdp")
+
+
+def _check_experts(config: RunConfig) -> None:
+    """Raise UserError where experts cannot compute in 8 bits."""
+    option, recipe = "precision.float8_experts=true", config.precision.float8
+    if not recipe.startswith("mxfp8"):
+        raise UserError(
+            f"{option}: precision.float8={recipe} has no products of experts, whose numbers of tokens are known only "
+            "as they run; use precision=mxfp8"
+        )
+    if not isinstance(config.model, TransformerConfig) or not config.model.experts.count:
+        raise UserError(f"{option}: model={config.model.name} has no experts of our own; leave it out")
 
 
 _GATHER = "precision.float8_gather=true"

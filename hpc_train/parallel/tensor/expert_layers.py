@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from hpc_train.errors import UserError
+from hpc_train.models.adapters.adapted_linear import AdaptedLinear
+from hpc_train.models.adapters.names import ADAPTER_A, ADAPTER_B, ADAPTER_LEAVES, ADAPTER_MAGNITUDE
 from hpc_train.models.experts import WIDTH_DIMENSIONS, MixtureOfExperts
 from hpc_train.models.layers import SwiGLU
 from hpc_train.parallel.tensor.layers import TensorAxis
@@ -29,7 +31,7 @@ def split_mixture(name: str, mixture: nn.Module, axis: TensorAxis, layouts: Para
         _check_width(name, dict(mixture.experts.named_parameters())[key].shape[dimension], axis)
     if mixture.shared is not None:
         _split_shared(f"{name}.shared", mixture.shared, axis, layouts)
-    layouts[mixture.router.gate, "weight"] = ParameterLayout(partial=True)
+    layouts.update({(mixture.router.gate, key): ParameterLayout(partial=True) for key in ("weight", *ADAPTER_LEAVES)})
     mixture.router.balance.copies = axis.size
     mixture.register_forward_pre_hook(lambda _, args: (axis.enter(args[0]), *args[1:]))
     mixture.register_forward_hook(lambda _, args, out: axis.leave(out))
@@ -39,8 +41,14 @@ def _split_shared(name: str, shared: nn.Module, axis: TensorAxis, layouts: Param
     if not isinstance(shared, SwiGLU) or any(True for name, _ in shared.named_parameters() if name.endswith("bias")):
         raise UserError(f"{name}: only a SwiGLU without biases can be split over parallel.tp={axis.size}")
     _check_width(name, shared.down.in_features, axis)
-    layouts[shared.gate, "weight"] = layouts[shared.up, "weight"] = ParameterLayout(Shard(0))
-    layouts[shared.down, "weight"] = ParameterLayout(Shard(1))
+    # Without forwards of their own: the mixture gathers positions and sums outputs for all of its layers together.
+    for layer in (shared.gate, shared.up):
+        layouts.update({(layer, key): ParameterLayout(Shard(0)) for key in ("weight", ADAPTER_B, ADAPTER_MAGNITUDE)})
+        layouts[layer, ADAPTER_A] = ParameterLayout(partial=True)
+    layouts.update({(shared.down, key): ParameterLayout(Shard(1)) for key in ("weight", ADAPTER_A)})
+    layouts.update({(shared.down, key): ParameterLayout(partial=True) for key in (ADAPTER_B, ADAPTER_MAGNITUDE)})
+    if isinstance(shared.down, AdaptedLinear):
+        shared.down.sum_squares = axis.sum
 
 
 def _check_width(name: str, width: int, axis: TensorAxis) -> None:

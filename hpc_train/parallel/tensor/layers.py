@@ -23,8 +23,10 @@ from hpc_train._torch.tensors import check_on_device
 from hpc_train.errors import UserError
 from hpc_train.models.adapters.adapted_linear import AdaptedLayer, AdaptedLinear
 from hpc_train.models.adapters.names import ADAPTER_A, ADAPTER_B, ADAPTER_MAGNITUDE
-from hpc_train.models.adapters.nf4 import BLOCK, NF4_CODES, NF4_SCALES, Nf4Weight, multiply
+from hpc_train.models.adapters.nf4 import NF4_CODES, NF4_SCALES, Nf4Weight
+from hpc_train.models.adapters.nf4_sizes import NF4_BLOCK
 from hpc_train.models.layers import LinearGroup
+from hpc_train.models.linear import multiply_weight
 from hpc_train.parallel.reduce_scatter import reduce_parts
 from hpc_train.parallel.tensor.fused_layouts import (
     count_inputs,
@@ -175,7 +177,7 @@ def make_column_products(axis: TensorAxis, asynchronous: bool) -> ColumnProducts
 
     def gathered(x: Tensor, weights: Sequence[Tensor | nn.Linear]) -> list[Tensor]:
         full = axis.enter(x)
-        return [multiply(w, full) if isinstance(w, nn.Linear) else F.linear(full, w) for w in weights]
+        return [multiply_weight(w, full) if isinstance(w, nn.Linear) else F.linear(full, w) for w in weights]
 
     return gathered
 
@@ -293,10 +295,10 @@ def split_rows(name: str, layer: Any, axis: TensorAxis, asynchronous: bool, layo
         raise UserError(
             f"parallel.tp={axis.size}: {name} has {inputs} inputs, which do not divide; use a divisor of {inputs}"
         )
-    if isinstance(layer, Nf4Weight) and inputs // axis.size % BLOCK:
+    if isinstance(layer, Nf4Weight) and inputs // axis.size % NF4_BLOCK:
         raise UserError(
             f"adapter.base=nf4: {name} has {inputs} inputs, of which parallel.tp={axis.size} would split "
-            f"blocks of {BLOCK} numbers; use parallel=fsdp, or adapter.base=full"
+            f"blocks of {NF4_BLOCK} numbers; use parallel=fsdp, or adapter.base=full"
         )
     by_inputs = ParameterLayout(Shard(find_inputs_dim(layer)))
     layouts.update({(layer, key): by_inputs for key in ("weight", NF4_CODES, NF4_SCALES)})
@@ -306,7 +308,7 @@ def split_rows(name: str, layer: Any, axis: TensorAxis, asynchronous: bool, layo
         _split_adapted_rows(layer, axis, layouts)
         return
     if isinstance(layer, Nf4Weight) or hasattr(layer, "product"):
-        layer.forward = lambda x: _add_bias(axis.leave(multiply(layer, x)), layer.bias)
+        layer.forward = lambda x: _add_bias(axis.leave(multiply_weight(layer, x)), layer.bias)
         return
     product = make_row_product(axis, asynchronous)
     layer.forward = lambda x: _add_bias(product(x, orient(layer, layer.weight)), layer.bias)

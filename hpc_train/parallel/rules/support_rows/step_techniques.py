@@ -135,6 +135,14 @@ PRECISION = (
         proof="tests/parallel/test_float8.py",
     ),
     Technique(
+        name="experts in 8 bits",
+        option="model=qwen3_30b_a3b parallel=fsdp parallel.ep=2 precision=mxfp8 precision.float8_experts=true",
+        done_by="torchao's grouped products of blocks; emulated on CPUs",
+        numbers=INEXACT + "rounded to 8 bits; mxfp8_with_gw_hp: the same in every layout",
+        needs="mxfp8 recipes, our own mixtures, widths that are multiples of 32 tp; torchao",
+        proof="tests/parallel/test_float8.py",
+    ),
+    Technique(
         name="weights gathered in 8 bits",
         option="parallel=fsdp precision=fp8 precision.float8=tensorwise precision.float8_gather=true",
         done_by="torchao's cast of each shard in fully_shard's extension; our own scales",
