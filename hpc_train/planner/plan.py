@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, replace
 
 from hpc_train.config.compose import compose
 from hpc_train.config.model import CustomModelConfig, HfModelConfig, TransformerConfig
-from hpc_train.config.parallel import ParallelConfig
+from hpc_train.config.parallel import Degrees, ParallelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.models.hf.decoder_shape import describe_decoder, list_unsplit
+from hpc_train.parallel.rules.adapter import check_adapter_rules
 from hpc_train.parallel.rules.check import check_support
 from hpc_train.placement.described_cluster import count_ranks_per_node
 from hpc_train.planner.advice.facts import Advice, estimate_for_advice
@@ -33,7 +34,7 @@ from hpc_train.planner.find_candidates import (
     make_search_base,
 )
 from hpc_train.planner.model.fabric import first_nodes
-from hpc_train.planner.model.from_config import check_adapters_are_counted, jobs_from_config
+from hpc_train.planner.model.from_config import jobs_from_config
 from hpc_train.planner.model.machine_columns import list_assumptions
 from hpc_train.planner.ranking import (
     explain_no_candidate,
@@ -202,6 +203,7 @@ def _refuse_unplanned(request: PlanRequest) -> None:
     if config.parallel.compile and isinstance(config.model, TransformerConfig) and config.model.experts.count:
         check_support(make_single_rank_config(config, config.train.global_batch), 1)  # experts do not compile
     if not request.complete:
+        check_adapter_rules(config, Degrees(1, 1, 1, 1, 1))
         _check_layout_is_given(config.parallel)
 
 
@@ -215,7 +217,7 @@ def _plan_decoder(
 ) -> Plan:
     """Plan a decoder of transformers by its shape, and leave out what its own rules refuse."""
     config = replace(request.config, model=describe_decoder(model))
-    check_adapters_are_counted(config)
+    check_adapter_rules(request.config, Degrees(1, 1, 1, 1, 1))
     fixed = request.fixed
     if request.complete:
         for ranks in request.ranks:

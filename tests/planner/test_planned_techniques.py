@@ -139,11 +139,6 @@ def test_a_base_in_bf16_takes_half_of_the_memory() -> None:
     assert low.memory.parameters.max() == pytest.approx(full.memory.parameters.max() / 2, rel=0.02)
 
 
-def test_adapters_of_experts_are_refused_in_a_line() -> None:
-    with pytest.raises(UserError, match="counts adapters of dense transformers only"):
-        jobs_from_config(run("model=mixtral_8x7b", "adapter.kind=lora", "cluster=dgx_h100", "train.global_batch=8"), 8)
-
-
 def test_a_base_that_the_trainer_refuses_is_refused_by_the_plan_in_the_same_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -96,25 +96,6 @@ def test_a_family_without_a_model_is_one_line(tmp_path: Path) -> None:
         describe_decoder(HfModelConfig(path=str(tmp_path / "moe")))
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (
-            ("adapter=qlora",),
-            "adapter.base=nf4: the planner counts frozen weights of 16 bits or more; use adapter.base",
-        ),
-        (("adapter=lora", "adapter.targets=[q_proj]"), "adapter.targets: of models of transformers the planner counts"),
-    ],
-)
-def test_adapters_that_are_not_counted_are_one_line_that_names_the_setting(
-    tmp_path: Path, words: tuple[str, ...], line: str
-) -> None:
-    save(tmp_path, CONFIGS["llama"])
-    with pytest.raises(UserError) as raised:
-        plan_overrides([*JOB, "model=hf", f"model.path={tmp_path}", *words])
-    assert str(raised.value).startswith(line)
-
-
 LARGER: dict[str, Any] = {
     "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 1024,

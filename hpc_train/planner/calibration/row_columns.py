@@ -7,11 +7,12 @@ import re
 
 from hpc_train.config.cluster import PCIE_BANDWIDTH
 from hpc_train.models.counts import compute_mean_keys
+from hpc_train.models.linear_shapes import LinearShape
 from hpc_train.planner.calibration.run_row import CsvRow
 from hpc_train.planner.calibration.software import SoftwareTraits
 from hpc_train.planner.model.accelerators import Accelerator, attention_peak
 from hpc_train.planner.model.inputs import CUDA_GRAPHS, FLOAT8_RECIPES, RECOMPUTE, SCHEDULES, STACKS
-from hpc_train.planner.model.layer.adapters import list_linear_shapes, make_adapter_columns
+from hpc_train.planner.model.layer.adapters import make_adapter_columns
 from hpc_train.units import GIB
 
 ZERO_STAGES = {"": 0, "ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3, "zero3": 3}
@@ -81,14 +82,25 @@ def _compute_seen_share(row: CsvRow) -> float:
 
 
 def _make_adapter_columns(row: CsvRow) -> dict[str, float]:
-    hidden, heads = row.get_number("hidden"), row.get_number("heads")
-    width = row.get_number("head_dim", hidden / heads)
-    keys = row.get_number("kv_heads", heads) * width
-    inner, branches = row.get_number("ffn_hidden", 4 * hidden), 1 + row.get_number("gated_mlp", 0)
+    """Return the columns of adapters on the linear layers of a dense block; zeros without them."""
+    if not row.get_number("adapter_rank", 0):
+        return make_adapter_columns({}, 0, 1)
+    hidden, heads = int(row.get_number("hidden")), int(row.get_number("heads"))
+    width = int(row.get_number("head_dim", hidden / heads))
+    keys = int(row.get_number("kv_heads", heads)) * width
+    inner, gated = int(row.get_number("ffn_hidden", 4 * hidden)), row.get_number("gated_mlp", 0) > 0
     targets = row.get_word("adapter_targets").split()
-    shapes = list_linear_shapes(hidden, heads * width, keys, inner, branches, fused="qkv" in targets)
-    chosen = [name for name in shapes if not targets or name in targets]
-    return make_adapter_columns(shapes, chosen, row.get_number("adapter_rank", 0))
+    fused = {"qkv": LinearShape(hidden, heads * width + 2 * keys)}
+    split = {"q": LinearShape(hidden, heads * width), "k": LinearShape(hidden, keys), "v": LinearShape(hidden, keys)}
+    shapes = {
+        **(fused if "qkv" in targets else split),
+        "o": LinearShape(heads * width, hidden, "rows"),
+        **({"gate": LinearShape(hidden, inner)} if gated else {}),
+        "up": LinearShape(hidden, inner),
+        "down": LinearShape(inner, hidden, "rows"),
+    }
+    chosen = {name: shape for name, shape in shapes.items() if not targets or name in targets}
+    return make_adapter_columns(chosen, row.get_number("adapter_rank"), 1)
 
 
 _SCHEDULE_NAMES = {"zb_1p": "interleaved_zero_bubble", "zb_v": "zbv", "dualpipe": "dualpipev"}
@@ -116,6 +128,7 @@ def _make_layout_columns(row: CsvRow, software: SoftwareTraits) -> dict[str, flo
         "routed_share": row.get_number("group_top_k", 1) / row.get_number("expert_groups", 1),
         "dispatch_bytes": row.get_number("dispatch_bytes", 2),
         "overlap_experts": row.get_flag("overlap_experts"),
+        "expert_biases": row.get_flag("expert_biases"),
         "cuda_graphs": CUDA_GRAPHS.index(row.get_word("cuda_graphs") or "none"),
         "loss_chunk": 0,
         "cp": cp,

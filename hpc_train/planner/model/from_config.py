@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from fnmatch import fnmatch
 
 import numpy as np
 
@@ -17,7 +16,14 @@ from hpc_train.config.optim import OptimConfig
 from hpc_train.config.parallel import Degrees, resolve_degrees
 from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
+from hpc_train.models.adapters.nf4_sizes import NF4_BYTES
 from hpc_train.models.counts import compute_seen_share
+from hpc_train.models.linear_shapes import (
+    LinearShape,
+    list_adapted_layers,
+    list_linear_layers,
+    takes_four_bits,
+)
 from hpc_train.models.shape import (
     CountedTransformer,
     compute_expert_width,
@@ -33,7 +39,7 @@ from hpc_train.placement.described_cluster import count_nodes, count_ranks_per_n
 from hpc_train.planner.model.accelerators import attention_peak, find_accelerator
 from hpc_train.planner.model.inputs import FLOAT8_RECIPES, HPC_TRAIN, OFFLOAD, RECOMPUTE, SCHEDULES, Column
 from hpc_train.planner.model.jobs import Jobs, as_column, recomputed_share
-from hpc_train.planner.model.layer.adapters import list_linear_shapes, make_adapter_columns
+from hpc_train.planner.model.layer.adapters import make_adapter_columns
 from hpc_train.planner.model.machine_columns import make_machine_columns
 from hpc_train.schedules.generate import REQUIREMENTS
 from hpc_train.traffic.sharding import uses_fully_shard
@@ -60,6 +66,8 @@ def jobs_from_config(config: RunConfig, world: int | None = None) -> Jobs:
         "checkpoint_every": config.checkpoint.every or math.inf,
     }
     jobs = Jobs(**{name: as_column(value) for name, value in columns.items()})
+    if jobs.has_four_bits:
+        jobs = replace(jobs, frozen_bytes=_compute_frozen_bytes(jobs))
     return replace(jobs, optimizer_bytes=jobs.weight_bytes * _count_optimizer_states(config.optim, jobs))
 
 
@@ -93,57 +101,37 @@ def _make_float8_columns(config: RunConfig) -> dict[str, float]:
 
 
 def _make_adapter_columns(config: RunConfig) -> dict[str, float]:
-    """Return the columns of adapters; {} without them. Raises UserError for models whose adapters are not counted."""
+    """Return the columns of adapters and frozen weights; {} without them.
+
+    Raises UserError for targets that no layer has, and for a base in 4 bits of a model that no file has.
+    """
     adapter, model = config.adapter, config.model
     if adapter.kind == "none":
         return {}
-    check_adapters_are_counted(config)
-    assert isinstance(model, TransformerConfig)
+    assert isinstance(model, (TransformerConfig, VisionTransformerConfig))
+    layers = list_linear_layers(model)
+    targets = list_adapted_layers(model, adapter.targets)
+    columns = make_adapter_columns(targets, adapter.rank, model.layers, dora=adapter.kind == "dora")
+    if adapter.base == "bf16":
+        columns["frozen_bytes"] = ELEMENT_BYTES["bf16"]
     if adapter.base == "nf4":
-        raise UserError(explain_missing_base(model))
-    width = compute_head_dim(model)
-    shapes = list_linear_shapes(
-        model.hidden,
-        model.heads * width,
-        count_kv_heads(model) * width,
-        model.feed_forward,
-        count_branches(model),
-        fused=isinstance(model, CountedTransformer) and model.fused_attention_input,
-    )
-    chosen = [name for name in shapes if not adapter.targets or _is_target(name, adapter.targets)]
-    columns = make_adapter_columns(shapes, chosen, adapter.rank, dora=adapter.kind == "dora")
-    return {**columns, "frozen_bytes": ELEMENT_BYTES["bf16"] if adapter.base == "bf16" else 0}
+        if not isinstance(model, CountedTransformer):
+            raise UserError(explain_missing_base(model))
+        columns |= _make_four_bit_columns(list(layers.values()), model)
+    return columns
 
 
-def check_adapters_are_counted(config: RunConfig) -> None:
-    """Raise UserError for adapters whose memory the planner does not know."""
-    adapter, model = config.adapter, config.model
-    if adapter.kind == "none":
-        return
-    if not isinstance(model, TransformerConfig) or model.experts.count or has_latent_attention(model):
-        raise UserError(
-            f"adapter={adapter.kind}: the planner counts adapters of dense transformers only, and model={model.name} "
-            "is none; choose the degrees yourself, and count their memory with hpc-train plan rehearse"
-        )
-    if not isinstance(model, CountedTransformer):
-        return
-    if adapter.targets:
-        raise UserError(
-            "adapter.targets: of models of transformers the planner counts adapters on all linear layers; leave it "
-            "out, or choose the degrees yourself"
-        )
-    if adapter.base == "nf4":
-        raise UserError(
-            "adapter.base=nf4: the planner counts frozen weights of 16 bits or more; use adapter.base=bf16, or choose "
-            "the degrees yourself"
-        )
+def _make_four_bit_columns(layers: Sequence[LinearShape], model: CountedTransformer) -> dict[str, float]:
+    """Return the columns of weights in 4 bits; all others are as the precision stores them."""
+    narrow = [layer.weights for layer in layers if takes_four_bits(layer)]
+    numbers = sum(narrow) / model.layers
+    return {"four_bit_weights": numbers, "four_bit_widest": max(narrow, default=0)}
 
 
-def _is_target(name: str, targets: Sequence[str]) -> bool:
-    """Return whether a glob over module names may mean the layer `name` of a block."""
-    return any(
-        fnmatch(f"layers.0.{part}.{name}", target) for target in targets for part in ("attention", "feed_forward")
-    )
+def _compute_frozen_bytes(jobs: Jobs) -> Column:
+    """Return the mean bytes of a frozen weight of a layer, some of which are in 4 bits."""
+    share = jobs.four_bit_weights / jobs.all_layer_parameters
+    return share * NF4_BYTES + (1 - share) * jobs.weight_bytes
 
 
 def _count_optimizer_states(optim: OptimConfig, jobs: Jobs) -> Column:

@@ -242,12 +242,26 @@ class JobInputs:
     input_layouts=Shard(1)), and not queries, keys and values together. hpc_train gathers once."""
     host_computes: Column = field(default_factory=_zero)
     """1: the device is a CPU: the host launches nothing ahead of it, and no communication runs beside computation."""
+    expert_biases: Column = field(default_factory=_zero)
+    """1: Megatron's experts with biases and a clamped activation (GPT-OSS), which kernels of their own compute."""
     # Adapters.
     adapter_weights: Column = field(default_factory=_zero)
     """Trained weights of the adapters (LoRA) of one layer, whose own weights are frozen; 0: all weights are trained."""
-    frozen_bytes: Column = field(default_factory=_zero)
-    """Bytes of each frozen weight of a layer; 0: those of any weight."""
+    adapter_unsplit: Column = field(default_factory=_zero)
+    """Those of the trained weights that tp does not split."""
     adapter_reads: Column = field(default_factory=_zero)
     """Inputs of a token of the layer's adapters, added up over them."""
     adapter_writes: Column = field(default_factory=_zero)
     """Outputs of a token of the layer's adapters, added up over them."""
+    adapter_stored: Column = field(default_factory=_zero)
+    """Numbers of a token that the layer's adapters store for backward, of what tp splits."""
+    adapter_stored_unsplit: Column = field(default_factory=_zero)
+    """Numbers of a token that they store of what tp does not split."""
+    dora_widest: Column = field(default_factory=_zero)
+    """Weights of the largest layer with DoRA; 0: LoRA."""
+    frozen_bytes: Column = field(default_factory=_zero)
+    """Mean bytes of a frozen weight of a layer; 0: those of any weight."""
+    four_bit_weights: Column = field(default_factory=_zero)
+    """Those of a layer's frozen weights that are in 4 bits."""
+    four_bit_widest: Column = field(default_factory=_zero)
+    """Weights of the largest linear layer in 4 bits."""

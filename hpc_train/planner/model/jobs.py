@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from hpc_train.models.adapters.nf4_sizes import NF4_BYTES
 from hpc_train.models.counts import FROZEN_WEIGHT_FLOPS, count_transformer_flops
 from hpc_train.planner.model.inputs import HPC_TRAIN, Column, JobInputs
 
@@ -146,8 +147,12 @@ class Jobs(JobInputs):
 
     @property
     def gathered_bytes(self) -> Column:
-        """Bytes per element of a layer's weights, without routed experts, as they are gathered."""
-        return choose(self.float8_gather > 0, 1.0, self.activation_bytes)
+        """Mean bytes per element of a layer's weights, without routed experts and adapters, as they are gathered."""
+        wide = choose(self.float8_gather > 0, 1.0, self.activation_bytes)
+        if not self.has_four_bits:
+            return wide
+        routed = self.sparse_share * self.experts * self.expert_parameters
+        return wide - self.four_bit_weights / (self.all_layer_parameters - routed) * (wide - NF4_BYTES)
 
     @property
     def expert_tp(self) -> Column:
@@ -164,11 +169,23 @@ class Jobs(JobInputs):
         """Whether any job trains adapters only."""
         return bool(np.any(self.adapter_weights))
 
+    @cached_property
+    def has_four_bits(self) -> bool:
+        """Whether any job has weights in 4 bits."""
+        return bool(np.any(self.four_bit_weights))
+
+    @cached_property
+    def rank_adapter_weights(self) -> Column:
+        """Return the weights of a layer's adapters on a rank of tp."""
+        return (self.adapter_weights - self.adapter_unsplit) / self.tp + self.adapter_unsplit
+
     @property
-    def trained_share(self) -> Column:
-        """Share of a layer's weights that are trained; those outside of layers are trained only if all are."""
-        adapters = self.adapter_weights / (self.all_layer_parameters + self.adapter_weights)
-        return choose(self.adapter_weights > 0, adapters, 1.0)
+    def adapters_per_weight(self) -> Column:
+        """Ratio of adapter weights to others in the layers of a rank of tp; 0 if all weights are trained."""
+        layer = self.rank_layer_parameters
+        if self.has_experts:
+            layer = layer + self.sparse_share * choose(self.experts > 0, self.rank_expert_parameters, 0.0)
+        return self.rank_adapter_weights / layer
 
     @cached_property
     def attention_dim(self) -> Column:

@@ -132,7 +132,7 @@ def estimate_host_memory(jobs: Jobs, waiting: Column) -> Column:
     if not np.any(jobs.offload) and not np.any(jobs.offload_activations):
         return np.zeros(())
     weights, optimizer_weights = _count_weights(jobs)
-    host: Column = (_host_bytes(jobs, weights, _optimizer_bytes(jobs, optimizer_weights)) + waiting).max(axis=0)
+    host: Column = (_host_bytes(jobs, weights, optimizer_weights) + waiting).max(axis=0)
     return host
 
 
@@ -140,7 +140,7 @@ def estimate_memory(jobs: Jobs, constants: Constants) -> Memory:
     """Estimate the bytes of each part on each stage."""
     weights, optimizer_weights = _count_weights(jobs)
     peak = _estimate_parts(jobs, constants, weights, optimizer_weights)
-    host = _host_bytes(jobs, weights, _optimizer_bytes(jobs, optimizer_weights)) + peak.waiting
+    host = _host_bytes(jobs, weights, optimizer_weights) + peak.waiting
     rows = np.broadcast_shapes(peak.total.shape[1:], jobs.memory_bytes.shape)
     if not any(column.ndim for column in job_columns(jobs).values()):
         rows = ()
@@ -186,11 +186,12 @@ def _estimate_published_parts(
     tokens = jobs.micro_batch * jobs.sequence / jobs.cp
     shard = jobs.dp_shard * jobs.cp
     parameters, buffers = _parameter_bytes(jobs, weights, shard)
-    gradients = weights * jobs.gradient_bytes / np.where(jobs.zero >= 2, shard, 1.0)
+    trained = _select_trained(jobs, weights)
+    gradients = trained * jobs.gradient_bytes / np.where(jobs.zero >= 2, shard, 1.0)
     deepspeed = jobs.stack == DEEPSPEED
     # DeepSpeed needs fp32 gradients of its shard for the update, and 16-bit ones beside those it accumulates in fp32.
     shares = np.where(jobs.zero >= 1, shard, 1.0)
-    gradients = gradients + weights * np.where(
+    gradients = gradients + trained * np.where(
         deepspeed, _duplicate_gradient_bytes(jobs) + 4 / shares * (jobs.zero >= 1), 0.0
     )
     buffers = buffers + np.where(deepspeed & (jobs.zero >= 1), _DEEPSPEED_BUFFERS, 0.0)
@@ -207,7 +208,8 @@ def _estimate_published_parts(
 
 def _optimizer_bytes(jobs: Jobs, weights: Column) -> Column:
     """Return the bytes of the optimizer's state of a rank, [3, n], wherever they are."""
-    return weights * jobs.optimizer_bytes / np.where(jobs.zero >= 1, jobs.dp_shard * jobs.cp, 1.0)
+    shares = np.where(jobs.zero >= 1, jobs.dp_shard * jobs.cp, 1.0)
+    return _select_trained(jobs, weights) * jobs.optimizer_bytes / shares
 
 
 def _choose_headroom(jobs: Jobs, constants: Constants) -> Column:
@@ -233,6 +235,19 @@ def _count_weights(jobs: Jobs) -> tuple[Column, Column]:
     return _sum_weights(jobs, layer + experts), _sum_weights(jobs, layer + experts * jobs.ep)
 
 
+def _select_trained(jobs: Jobs, weights: Column) -> Column:
+    """Return those of a rank's weights that are trained, [3, n]: all, or those of adapters, which `weights` is without.
+
+    Adapters are not combined with ep.
+    """
+    if not jobs.has_adapters:
+        return weights
+    layers, adapters = split_layers(jobs), jobs.rank_adapter_weights
+    stages = (layers.first, layers.middle, layers.last)
+    trained = stack_stages(*(np.where(jobs.pp == 1, layers.first, stage) * adapters for stage in stages))
+    return np.where(jobs.adapter_weights > 0, trained, weights)
+
+
 def _sum_weights(jobs: Jobs, layer: Column) -> Column:
     """Return the parameters of a rank's layers and tables, [3, n]. layer: parameters of one layer on the rank."""
     layers = split_layers(jobs)
@@ -245,7 +260,10 @@ def _sum_weights(jobs: Jobs, layer: Column) -> Column:
 def _parameter_bytes(jobs: Jobs, weights: Column, shard: Column) -> tuple[Column, Column]:
     """Return the bytes of parameters: (kept between steps, gathered or cast while they are used)."""
     kept_whole = np.where(jobs.stack >= FSDP, jobs.zero < 1, jobs.zero < 3)
-    stored = weights * jobs.weight_bytes / np.where(kept_whole, 1.0, shard)
+    stored = weights * jobs.weight_bytes
+    if jobs.has_adapters:
+        stored = _count_frozen_bytes(jobs, weights) + _select_trained(jobs, weights) * jobs.weight_bytes
+    stored = stored / np.where(kept_whole, 1.0, shard)
     # With zero 3, two layers are gathered at a time (the next one is prefetched), and one more layer's gradients are
     # whole. With FSDP2 and zero 1 or 2, all parameters stay gathered in 16 bits for the whole step.
     table = jobs.vocab * jobs.hidden / jobs.tp
@@ -257,15 +275,26 @@ def _parameter_bytes(jobs: Jobs, weights: Column, shard: Column) -> tuple[Column
     return stored * (jobs.offload < 2), np.where(jobs.stack >= FSDP, gathered, np.where(jobs.zero >= 3, some, 0.0))
 
 
-def _host_bytes(jobs: Jobs, weights: Column, optimizer: Column) -> Column:
+def _count_frozen_bytes(jobs: Jobs, weights: Column) -> Column:
+    """Return the bytes of a rank's frozen weights, [3, n], of jobs with adapters; 0 of others."""
+    wide = jobs.vocab * jobs.hidden / jobs.tp * np.where(jobs.pp == 1, 2.0 - jobs.tied, 1.0)  # embedding and head
+    wide = np.where(jobs.frozen_bytes > 0, np.minimum(wide, weights), weights)
+    frozen = wide * jobs.weight_bytes + (weights - wide) * jobs.frozen_bytes
+    return np.where(jobs.adapter_weights > 0, frozen, 0.0)
+
+
+def _host_bytes(jobs: Jobs, weights: Column, optimizer_weights: Column) -> Column:
     """Return the bytes of state that a rank keeps in host memory, [3, n].
 
     offload=optimizer: the optimizer's state and the copy of the parameters that it updates. offload=parameters: also
     the parameters themselves and their gradients (parallel.memory.parameter_offload).
     """
     shares = np.where(jobs.zero >= 1, jobs.dp_shard * jobs.cp, 1.0)
-    item = np.where(jobs.offload > 1, jobs.weight_bytes + jobs.gradient_bytes, jobs.weight_bytes)
-    return (optimizer + weights * item / shares) * (jobs.offload > 0)
+    trained = _select_trained(jobs, weights)
+    held = trained * np.where(jobs.offload > 1, jobs.weight_bytes + jobs.gradient_bytes, jobs.weight_bytes)
+    if jobs.has_adapters:
+        held = held + np.where(jobs.offload > 1, _count_frozen_bytes(jobs, weights), 0.0)
+    return (_optimizer_bytes(jobs, optimizer_weights) + held / shares) * (jobs.offload > 0)
 
 
 def _activation_bytes(jobs: Jobs, constants: Constants, tokens: Column) -> tuple[Column, Column]:

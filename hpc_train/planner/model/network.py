@@ -199,7 +199,9 @@ def data_volume(jobs: Jobs, layers: Column, ends: Column, uses: DataUses | None 
     gathered = layers * uses.gathers * jobs.gathered_bytes + ends * uses.end_gathers * jobs.activation_bytes
     trained = layers + ends
     if jobs.has_adapters:  # frozen weights are gathered and have no gradients
-        trained = choose(jobs.adapter_weights > 0, layers * jobs.trained_share, trained)
+        adapters = layers * jobs.adapters_per_weight
+        gathered = gathered + adapters * uses.gathers * jobs.activation_bytes
+        trained = choose(jobs.adapter_weights > 0, adapters, trained)
     scattered = trained * uses.reductions * jobs.reduce_bytes
     copies = choose(sharded, jobs.dp_shard * jobs.cp, 1.0)
     return DataVolume(
@@ -295,8 +297,8 @@ def _time_data_collectives(
 
 
 def _replace_expert_shards(jobs: Jobs) -> Jobs:
-    """Return the jobs as the collectives of experts see them: with fewer ranks to shard over, and never in 8 bits."""
-    return replace_columns(jobs, dp_shard=jobs.dp_shard / jobs.ep, float8_gather=0.0)
+    """Return the jobs as the collectives of experts see them: fewer ranks to shard over, and weights in full."""
+    return replace_columns(jobs, dp_shard=jobs.dp_shard / jobs.ep, float8_gather=0.0, four_bit_weights=0.0)
 
 
 def _count_calls(jobs: Jobs) -> Column:

@@ -240,7 +240,7 @@ def _optimizer_seconds(jobs: Jobs, constants: Constants, layers: Column, ends: C
     parameters = layers * jobs.all_layer_parameters / jobs.tp + ends
     if jobs.has_adapters:
         frozen = jobs.adapter_weights > 0
-        parameters = choose(frozen, layers * jobs.adapter_weights / jobs.tp, parameters)
+        parameters = choose(frozen, layers * jobs.rank_adapter_weights, parameters)
     shards = choose(jobs.zero > 0, jobs.dp_shard * jobs.cp, 1.0)
     # The update reads and writes optimizer state and parameters, reads gradients, and clipping reads and writes them.
     moved = 2 * (jobs.optimizer_bytes + jobs.weight_bytes) + 3 * jobs.gradient_bytes
@@ -263,8 +263,14 @@ def _optimizer_seconds(jobs: Jobs, constants: Constants, layers: Column, ends: C
 
 def _checkpoint_seconds(jobs: Jobs) -> Column:
     """Return the seconds per step in which training waits while state is copied for a save."""
-    state = jobs.parameters * (jobs.weight_bytes + jobs.optimizer_bytes) / jobs.world
-    return state / jobs.checkpoint_bandwidth / jobs.checkpoint_every
+    state = jobs.parameters * (jobs.weight_bytes + jobs.optimizer_bytes)
+    if jobs.has_adapters:
+        adapters = jobs.layers * jobs.adapter_weights * (jobs.weight_bytes + jobs.optimizer_bytes)
+        stored = choose(jobs.frozen_bytes > 0, jobs.frozen_bytes, jobs.weight_bytes)
+        # A base in 4 bits is read from the model's files again and not saved.
+        base = choose(jobs.four_bit_weights > 0, 0.0, jobs.parameters * stored)
+        state = choose(jobs.adapter_weights > 0, base + adapters, state)
+    return state / jobs.world / jobs.checkpoint_bandwidth / jobs.checkpoint_every
 
 
 def _choose_spread(jobs: Jobs, constants: Constants) -> Column:

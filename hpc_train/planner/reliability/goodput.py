@@ -30,7 +30,10 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from hpc_train.config.model import TransformerConfig, VisionTransformerConfig
 from hpc_train.config.run import RunConfig
+from hpc_train.models.linear_shapes import count_adapter_weights, list_adapted_layers
+from hpc_train.traffic.stages import ELEMENT_BYTES
 
 Number: TypeAlias = float | NDArray[np.float64]
 """One number, or an array of them."""
@@ -180,8 +183,18 @@ _WRITE_KEYS = "plan.checkpoint_seconds and cluster.filesystem.write_gb_s"
 
 
 def checkpoint_bytes(config: RunConfig, parameters: float) -> float:
-    """Return the size of a checkpoint: parameters and AdamW's two moments, in fp32, or fp64 with precision=fp64."""
-    return 3 * parameters * (8 if config.precision.name == "fp64" else 4)
+    """Return the size of a checkpoint: parameters and AdamW's two moments, in fp32, or fp64 with precision=fp64.
+
+    Beside adapters frozen parameters have no moments. They are not part of a save if checkpoint.incremental writes them
+    once, or if a base in 4 bits is read from the model's files again.
+    """
+    number_bytes, adapter = 8 if config.precision.name == "fp64" else 4, config.adapter
+    if adapter.kind == "none" or not isinstance(config.model, (TransformerConfig, VisionTransformerConfig)):
+        return 3 * parameters * number_bytes
+    layers = list_adapted_layers(config.model, adapter.targets).values()
+    trained = count_adapter_weights(layers, adapter.rank, dora=adapter.kind == "dora")
+    frozen_bytes = {"full": number_bytes, "bf16": ELEMENT_BYTES["bf16"], "nf4": 0}[adapter.base]
+    return 3 * trained * number_bytes + parameters * (0 if config.checkpoint.incremental else frozen_bytes)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from hpc_train.config.model import TransformerConfig, VisionTransformerConfig
 from hpc_train.config.run import RunConfig
+from hpc_train.models.adapters.nf4_sizes import NF4_BLOCK
+from hpc_train.models.linear_shapes import list_linear_layers, takes_four_bits
 from hpc_train.models.shape import CountedTransformer, compute_expert_width
 from hpc_train.traffic.moment_blocks import is_quantized, list_split_rows
 
@@ -44,11 +46,14 @@ class DegreeLimits:
     tensor: bool = True
     """Whether tp is allowed: not with gathers in 8 bits, or dropout of adapters."""
     blocks: int = 0
-    """Number that tp must also divide: blocks of 8-bit moments in a row that tp splits; 0: no such limit."""
+    """Number that tp must also divide: blocks of 8-bit moments, or of weights in 4 bits, in a row that tp splits; 0: no
+    such limit."""
     positions: bool = True
     """Whether tp may split positions between layers: not in models of transformers, whose hidden states are whole."""
     adapter: bool = False
     """Only adapters are trained, which excludes asynchronous tp and ep."""
+    four_bits: bool = False
+    """The base is in 4 bits, which excludes offload of parameters."""
     float8: bool = False
     """Products in 8 bits, which excludes asynchronous tp."""
     float8_gather: bool = False
@@ -84,17 +89,22 @@ def find_degree_limits(config: RunConfig, global_batch: int | None = None) -> De
         blocks=_count_split_blocks(config),
         positions=not isinstance(model, CountedTransformer),
         adapter=config.adapter.kind != "none",
+        four_bits=config.adapter.base == "nf4",
         float8=config.precision.float8 != "none",
         float8_gather=config.precision.float8_gather,
     )
 
 
 def _count_split_blocks(config: RunConfig) -> int:
-    """Return the number of blocks that tp has to divide (parallel.rules.optimizer); 0: there is no limit."""
-    if config.optim.state != "8bit":
-        return 0
-    size, shapes = config.optim.block_size, list_split_rows(config.model).values()
-    return math.gcd(*(shape[-1] // size for shape in shapes if is_quantized(shape, size)))
+    """Return the number of blocks that tp has to divide (parallel.rules.optimizer, adapter); 0: there is no limit."""
+    counts: list[int] = []
+    if config.optim.state == "8bit":
+        size, shapes = config.optim.block_size, list_split_rows(config.model).values()
+        counts += [shape[-1] // size for shape in shapes if is_quantized(shape, size)]
+    if config.adapter.base == "nf4" and isinstance(config.model, TransformerConfig):
+        layers = list_linear_layers(config.model).values()
+        counts += [layer.inputs // NF4_BLOCK for layer in layers if layer.split == "rows" and takes_four_bits(layer)]
+    return math.gcd(*counts)
 
 
 def list_divisors(number: int, others: Iterable[float] | None = None) -> list[int]:

@@ -342,7 +342,8 @@ def _techniques(space: SearchSpace, kind: _Kind) -> Techniques:
     ways = [
         (*pair, move) for move, pair in product(moved, pairs) if not (move and RECOMPUTE[int(pair[0])] == "selective")
     ]
-    stays = kind.exchanges or space.shape.float8_gather  # both keep parameters on the device
+    # All of these keep parameters on the device.
+    stays = kind.exchanges or space.shape.float8_gather or space.shape.four_bits
     places = range(len(OFFLOAD) - stays) if kind.sharded else [0]
     offload = fixed.of("offload", places)
     table = np.array([(*way, place) for place, way in product(offload, ways)], np.float64).reshape(-1, 4).T

@@ -13,6 +13,7 @@ import numpy as np
 from hpc_train.planner.constants import Constants
 from hpc_train.planner.model.inputs import FSDP, FULL, HPC_TRAIN, MEGATRON, SELECTIVE, Column
 from hpc_train.planner.model.jobs import Jobs, choose
+from hpc_train.planner.model.layer.adapters import adapter_activations
 from hpc_train.planner.model.layer.experts import expert_activations, expert_gradients, mix_layers
 from hpc_train.planner.model.layer.layer_work import recompute_shares
 
@@ -84,7 +85,8 @@ def _token_activations(jobs: Jobs) -> tuple[Column, Column, Column]:
 def last_norm_bytes(jobs: Jobs, tokens: Column) -> Column:
     """Return the bytes that the norm before the head of hpc_train's own models keeps per micro-batch."""
     between, norms = _norm_bytes(jobs)
-    return tokens * (between + norms / 2 + jobs.activation_bytes * jobs.hidden)
+    head = choose(jobs.adapter_weights > 0, 0.0, jobs.activation_bytes * jobs.hidden)  # a frozen head keeps no input
+    return tokens * (between + norms / 2 + head)
 
 
 def pending_gradient_bytes(jobs: Jobs, tokens: Column) -> Column:
@@ -109,9 +111,22 @@ def _norm_bytes(jobs: Jobs) -> tuple[Column, Column]:
     autocast = (jobs.zero == 0) & (jobs.tp == 1) & (jobs.pp == 1) & (item < _WIDE)
     eager = jobs.fused_elementwise == 0
     # An RMSNorm that is not fused keeps its normalised input, in fp32 and rounded to 16 bits.
-    norms = 2 * choose(item < _WIDE, _WIDE + item, item) * hidden / width * (jobs.gated * eager)
+    norms = 2 * _norm_result_bytes(jobs) * hidden / width * (jobs.gated * eager)
     norms = norms + choose(autocast, 2 * item * hidden, 0.0)
     return choose(autocast, _WIDE, item) * hidden / width, norms
+
+
+def _norm_result_bytes(jobs: Jobs) -> Column:
+    """Return the bytes per element that an RMSNorm that is not fused keeps besides its input.
+
+    The input in fp32, if that is wider, counts here with the bytes that it has more.
+    """
+    item = jobs.activation_bytes
+    trained = choose(item < _WIDE, _WIDE + item, item)
+    if not jobs.has_adapters:
+        return trained
+    # A frozen weight needs no normalised input.
+    return choose(jobs.adapter_weights > 0, choose(item < _WIDE, _WIDE - item, 0.0), trained)
 
 
 def _dropout_bytes(jobs: Jobs) -> Column:
@@ -212,12 +227,16 @@ def _our_token_activations(jobs: Jobs) -> tuple[Column, Column, Column]:
     between, norms = _norm_bytes(jobs)
     eager = jobs.fused_elementwise == 0
     heads = (2 * jobs.heads / jobs.tp + 2 * jobs.rank_key_heads) * jobs.head_dim * item
-    widened = choose(jobs.gated > 0, 3 + eager, 2.0) * jobs.feed_forward / jobs.tp * item
+    inputs, kept_widths = 2 * item * hidden, choose(jobs.gated > 0, 3 + eager, 2.0)
+    if jobs.has_adapters:  # products with frozen weights keep no inputs
+        frozen = jobs.adapter_weights > 0
+        inputs, kept_widths = choose(frozen, 0.0, inputs), kept_widths - frozen
+    widened = kept_widths * jobs.feed_forward / jobs.tp * item
     products = (1 + jobs.gated) * jobs.feed_forward / jobs.tp * item
     if np.any(jobs.head_norms):
         normalised = (jobs.heads / jobs.tp + jobs.rank_key_heads) * jobs.head_dim
         # A norm over heads that tp splits keeps only its input (parallel.tensor.full_norms).
-        results = choose((jobs.full_norms > 0) & (jobs.tp > 1), 0.0, choose(item < _WIDE, _WIDE + item, item))
+        results = choose((jobs.full_norms > 0) & (jobs.tp > 1), 0.0, _norm_result_bytes(jobs))
         heads = heads + jobs.head_norms * normalised * (item + results)
     if jobs.has_latent:
         heads = heads + choose(jobs.key_rank > 0, _latent_bytes(jobs), 0.0)
@@ -227,10 +246,13 @@ def _our_token_activations(jobs: Jobs) -> tuple[Column, Column, Column]:
     # ulysses keeps attention's result as its kernel returns it, and again as the output layer reads it.
     exchanged = (jobs.ulysses > 0) * (jobs.cp > 1) * jobs.heads * jobs.head_dim / jobs.tp * item
     normed = (2 * between + norms) * (1 + jobs.output_norms)
-    everything = normed + 2 * item * hidden + heads + exchanged + widened + _dropout_bytes(jobs)
+    everything = normed + inputs + heads + exchanged + widened + _dropout_bytes(jobs)
     some = between + heads + 2 * item * hidden + products
     if jobs.has_scores:
         everything, some = _add_scores(jobs, everything, some)
+    if jobs.has_adapters:
+        stored, stored_selective = adapter_activations(jobs)
+        everything, some = everything + stored, some + stored_selective
     return everything, some, between
 
 
@@ -241,8 +263,7 @@ def _latent_bytes(jobs: Jobs) -> Column:
     of keys.
     """
     item = jobs.activation_bytes
-    eager = choose(item < _WIDE, _WIDE + item, item)
-    latents = (jobs.query_rank + jobs.key_rank) * (item + eager)
+    latents = (jobs.query_rank + jobs.key_rank) * (item + _norm_result_bytes(jobs))
     return latents + jobs.heads * jobs.value_dim / jobs.tp * item
 
 

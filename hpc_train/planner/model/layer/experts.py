@@ -66,6 +66,22 @@ def expert_elementwise(jobs: Jobs, constants: Constants) -> Column:
     return activation + constants.expert_passes * rows * jobs.hidden * jobs.expert_tp / jobs.tp
 
 
+def bias_elementwise(jobs: Jobs) -> tuple[Column, Column]:
+    """Return the 16-bit elements per token that kernels of biases and clamps read and write: (forward, backward).
+
+    Megatron-Core (transformer/moe/experts.py: _apply_bias, and fusions/fused_bias_geglu.py) scales the bias of the last
+    product by each row's weight, adds it expert by expert, and joins the parts: 6 passes over the hidden states of a
+    row, and 8 in backward, which sums the gradients of bias and weight. DeepEP and HybridEP have weights in fp32, so
+    that these are 14 and 20 of 16 bits. It clamps both branches of the first product and joins them: 4 passes over
+    both, and 5 in backward. Experts whose products Transformer Engine fuses with all this have none of these passes.
+    """
+    wide = jobs.sends_once > 0
+    both, rows = 2 * jobs.expert_width, _rows_of_token(jobs) * jobs.expert_biases / jobs.tp
+    hidden = jobs.hidden * jobs.expert_tp
+    forward = rows * (choose(wide, 14.0, 6.0) * hidden + 4 * both)
+    return forward, rows * (choose(wide, 20.0, 8.0) * hidden + 5 * both)
+
+
 def expert_kernels(jobs: Jobs) -> Column:
     """Return the additional kernel launches of a layer's forward, on average over the layers."""
     return jobs.sparse_share * _KERNELS
@@ -123,14 +139,18 @@ def expert_activations(jobs: Jobs) -> Column:
 
     For every row: its input, the results of both branches, what SwiGLU makes of them, and the result before and after
     it is put back in order; with ep also the result before it travels back. For every token: the router's input.
+    Beside adapters experts and router are frozen, so that the inputs of their products are not kept. What adapters of
+    shared experts keep is counted with the adapters.
     """
     item, rows = jobs.activation_bytes, _rows_of_token(jobs)
     kept_widths = choose(jobs.fused_elementwise > 0, 3.0, 4.0)
     tp_share = jobs.expert_tp / jobs.tp
     copies = choose(jobs.ep > 1, 4.0, 3.0)
-    routed = rows * tp_share * (copies * jobs.hidden + kept_widths * jobs.expert_width / jobs.expert_tp)
+    frozen = choose(jobs.adapter_weights > 0, 1.0, 0.0)
+    widths = (copies - frozen) * jobs.hidden + (kept_widths - frozen) * jobs.expert_width / jobs.expert_tp
+    routed = rows * tp_share * widths
     return (
-        (routed + kept_widths * jobs.shared_width / jobs.tp + jobs.hidden) * item
+        (routed + (kept_widths - frozen) * jobs.shared_width / jobs.tp + (1 - frozen) * jobs.hidden) * item
         + jobs.experts * _SCORE_BYTES
         + rows * _INDEX_BYTES
     )

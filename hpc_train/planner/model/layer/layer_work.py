@@ -12,8 +12,14 @@ import numpy as np
 from hpc_train.planner.constants import Constants
 from hpc_train.planner.model.inputs import DEEPSPEED, FSDP, FULL, HPC_TRAIN, SELECTIVE, Column
 from hpc_train.planner.model.jobs import Jobs, choose
-from hpc_train.planner.model.layer.adapters import adapter_seconds
-from hpc_train.planner.model.layer.experts import expert_elementwise, expert_kernels, expert_products, mix_layers
+from hpc_train.planner.model.layer.adapters import adapter_seconds, expansion_seconds
+from hpc_train.planner.model.layer.experts import (
+    bias_elementwise,
+    expert_elementwise,
+    expert_kernels,
+    expert_products,
+    mix_layers,
+)
 from hpc_train.planner.model.layer.products import linear_seconds, misalignment_factor, wide_products
 
 # Elementwise work is limited by memory bandwidth. A pass reads or writes every element of a tensor once. These are the
@@ -71,8 +77,9 @@ def layer_work(jobs: Jobs, constants: Constants) -> LayerWork:
     backward_products: Column = np.full((), 2.0)
     if jobs.has_adapters:
         # Frozen weights have no gradients: one product of backward is left. The adapter's own are thin.
-        adapters = adapter_seconds(jobs, constants, tokens)
-        elementwise, elementwise_backward = elementwise + adapters, elementwise_backward + 2 * adapters
+        adapters, expansion = adapter_seconds(jobs, constants, tokens), expansion_seconds(jobs, constants)
+        elementwise = elementwise + adapters + expansion
+        elementwise_backward = elementwise_backward + 2 * adapters + expansion
         backward_products = choose(jobs.adapter_weights > 0, 1.0, 2.0)
     recomputed_share = choose(jobs.recompute > 0, jobs.recompute_share, 0.0)
     linear_again, attention_again, elementwise_again = recompute_shares(jobs)
@@ -230,8 +237,14 @@ def _elementwise_seconds(jobs: Jobs, constants: Constants, tokens: Column) -> tu
     if jobs.has_experts:
         activation = mix_layers(jobs, activation, expert_elementwise(jobs, constants))
     elements = tokens * (unsplit + activation + rotary / jobs.tp) * kernels * choose(kernels < 1, 1.0, eager)
-    forward = elements * jobs.activation_bytes / (jobs.memory_bandwidth * constants.memory_efficiency)
-    return forward, _BACKWARD_PASSES * forward
+    rate = jobs.memory_bandwidth * constants.memory_efficiency
+    forward = elements * jobs.activation_bytes / rate
+    if not np.any(jobs.expert_biases):
+        return forward, _BACKWARD_PASSES * forward
+    biases, biases_backward = (
+        jobs.sparse_share * tokens * passed * jobs.activation_bytes / rate for passed in bias_elementwise(jobs)
+    )
+    return forward + biases, _BACKWARD_PASSES * forward + biases_backward
 
 
 def _head_seconds(jobs: Jobs, constants: Constants, tokens: Column) -> Column:

@@ -30,9 +30,11 @@ class RankWeights:
 
     stages: StageLayers
     block: Column
-    """[n]: one block with its experts."""
+    """[n]: one block with its experts and adapters."""
     experts: Column
     """[n]: the routed experts of one block."""
+    adapters: Column
+    """[n]: the adapters of one block."""
     table: Column
     """[n]: one embedding table."""
     blocks: Column
@@ -48,7 +50,7 @@ class RankWeights:
     """Those of `total` that are trained: all, or those of adapters."""
     trained_without_ep: Column
     trained_share: Column
-    """[n]: share of a block's weights that are trained."""
+    """[n]: share of a block's weights that are trained: all, or those of adapters."""
     trains_ends: Column
     """[n]: 1 if embedding and head are trained."""
     shards: Column
@@ -60,24 +62,30 @@ def count_rank_weights(jobs: Jobs, stages: StageLayers) -> RankWeights:
     table = jobs.vocab * jobs.hidden / jobs.tp
     ends = stages.tables * table + stages.has_first * jobs.learned_positions * jobs.hidden
     experts, block = _count_largest_block(jobs)
+    adapters = jobs.rank_adapter_weights if jobs.has_adapters else np.zeros(())
+    block = block + adapters
     blocks = stages.layers * block
     total = without_ep = blocks + ends
     if jobs.has_experts:
         # All dense blocks are taken to be in the first stage.
         first = choose(jobs.pp == 1, stages.layers, stages.stage)
         dense_blocks = stages.has_first * np.minimum(jobs.dense_layers, first)
-        blocks = blocks - dense_blocks * (block - _count_dense_block(jobs))
+        blocks = blocks - dense_blocks * (block - adapters - _count_dense_block(jobs))
         total = blocks + ends
         without_ep = total + (jobs.ep - 1) * experts * (stages.layers - dense_blocks)
-    share = jobs.trained_share if jobs.has_adapters else np.ones(())
-    trains_ends = choose(jobs.adapter_weights > 0, 0.0, 1.0)
-    trained = trained_without_ep = blocks * share + ends * trains_ends
-    if jobs.has_experts:
-        trained_without_ep = (without_ep - ends) * share + ends * trains_ends
+    share, trains_ends = np.ones(()), np.ones(())
+    trained, trained_without_ep = total, without_ep
+    if jobs.has_adapters:
+        frozen = jobs.adapter_weights > 0
+        share, trains_ends = choose(frozen, adapters / block, 1.0), choose(frozen, 0.0, 1.0)
+        # Adapters are not combined with ep.
+        trained = choose(frozen, stages.layers * adapters, total)
+        trained_without_ep = choose(frozen, trained, without_ep)
     return RankWeights(
         stages=stages,
         block=block,
         experts=experts,
+        adapters=adapters,
         table=table,
         blocks=blocks,
         ends=ends,
@@ -154,7 +162,7 @@ def _count_parameter_bytes(jobs: Jobs, weights: RankWeights) -> Column:
     if not np.any(jobs.frozen_bytes):
         return every
     saved = choose(jobs.frozen_bytes > 0, jobs.weight_bytes - jobs.frozen_bytes, 0.0)
-    return every - (weights.without_ep - weights.ends) * saved
+    return every - (weights.without_ep - weights.ends - weights.trained) * saved
 
 
 @dataclass(frozen=True)
@@ -180,11 +188,10 @@ def count_gathered(jobs: Jobs, weights: RankWeights) -> GatheredParameters:
     keeps = keeps_parameters(jobs.zero, jobs.reshard, jobs.pp)
     frees = ~keeps & (jobs.reshard > 0)  # a block's parameters after each use
     # ddp gathers nothing, but autocast keeps 16-bit copies of the parameters that are wider.
-    wide = choose(jobs.frozen_bytes > 0, weights.ends, weights.total)
-    cast = wide * choose(jobs.weight_bytes > jobs.activation_bytes, jobs.activation_bytes, 0.0)
-    # All weights of a block but those of routed experts may be gathered in 8 bits.
+    cast = _count_wide(jobs, weights) * choose(jobs.weight_bytes > jobs.activation_bytes, jobs.activation_bytes, 0.0)
+    # All weights of a block but those of routed experts and adapters may be gathered in 8 or 4 bits.
     narrower = jobs.activation_bytes - jobs.gathered_bytes
-    block_bytes = jobs.activation_bytes - narrower * (1 - weights.experts / weights.block)
+    block_bytes = jobs.activation_bytes - narrower * (1 - (weights.experts + weights.adapters) / weights.block)
 
     def convert(elements: Column) -> Column:
         """Return the bytes if `elements` of blocks are gathered; those of the ends always are."""
@@ -215,6 +222,15 @@ def count_gathered(jobs: Jobs, weights: RankWeights) -> GatheredParameters:
         if np.any(again)
         else None,
     )
+
+
+def _count_wide(jobs: Jobs, weights: RankWeights) -> Column:
+    """Return the weights that are stored as the precision stores them, not in 16 or 4 bits, [3, n]."""
+    if not np.any(jobs.frozen_bytes):
+        return weights.total
+    four_bits = weights.stages.layers * jobs.four_bit_weights / jobs.tp
+    narrow = choose(jobs.four_bit_weights > 0, four_bits, weights.total - weights.ends - weights.trained)
+    return weights.total - choose(jobs.frozen_bytes > 0, narrow, 0.0)
 
 
 def count_largest_stage(stages: StageLayers) -> Column:

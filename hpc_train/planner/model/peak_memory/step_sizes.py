@@ -21,6 +21,7 @@ from hpc_train.planner.model.layer.activations import (
     pending_gradient_bytes,
     stored_scores_working,
 )
+from hpc_train.planner.model.layer.adapters import expansion_bytes, row_factor_bytes
 from hpc_train.planner.model.peak_memory.rank_weights import (
     GatheredParameters,
     RankState,
@@ -78,6 +79,9 @@ def _size_blocks(jobs: Jobs, constants: Constants, weights: RankWeights) -> Bloc
     fetched = (layer.unrecomputed * (jobs.recompute == 0) + layer.stored) * offloaded
     widest = _size_widest_gradient(jobs, weights)
     computing = layer.working + fetched + widest + asynchronous_working(jobs, tokens)
+    if jobs.has_adapters:
+        # A forward that is recomputed computes DoRA's lengths again, before there are gradients of its layers.
+        computing = np.maximum(computing + expansion_bytes(jobs), layer.recomputed + row_factor_bytes(jobs))
     complete = weights.block * weights.trained_share * jobs.activation_bytes + 2 * hidden - freed_before
     splits = np.any((jobs.pp > 1) & np.isin(jobs.schedule, SPLITS_BACKWARD))
     return BlockSizes(
@@ -135,7 +139,7 @@ class LossSizes:
 
 
 def _size_loss(jobs: Jobs, table: Column) -> LossSizes:
-    """Return the bytes of logits and of the loss. table: weights of one embedding table on the rank."""
+    """Return the bytes of logits and of the loss. table: trained weights of the head on the rank."""
     tokens = jobs.micro_batch * jobs.sequence / jobs.cp
     item = jobs.activation_bytes
     in_chunks, logits, fp32 = jobs.loss_chunk > 0, tokens * jobs.vocab / jobs.tp, np.maximum(item, 4.0)
@@ -181,5 +185,5 @@ def size_step(jobs: Jobs, constants: Constants, stages: StageLayers) -> StepSize
         count_gathered(jobs, weights),
         count_reduced_group(jobs, weights),
         _size_blocks(jobs, constants, weights),
-        _size_loss(jobs, weights.table),
+        _size_loss(jobs, weights.table * weights.trains_ends),
     )
