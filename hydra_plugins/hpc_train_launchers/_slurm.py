@@ -23,10 +23,11 @@ from hpc_train.config.run import RunConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.callables.slurm_executor import SlurmCallExecutor
 from hpc_train.launch.callables.waiting import SlurmJobs, StartedJob
+from hpc_train.launch.slurm.array_size import max_array_size, split_evenly
+from hpc_train.launch.slurm.job_environment import job_environment
 from hpc_train.launch.slurm.partitions import check_partition
 from hpc_train.launch.slurm.request import JobRequest, node_count, sbatch_options
-from hpc_train.launch.slurm.sbatch import job_environment
-from hpc_train.launch.slurm.slurm_cli import RunClient, max_array_size, run_client, split_evenly
+from hpc_train.launch.slurm.slurm_cli import RunClient, run_client
 from hpc_train.training.run_directory import RunDirectory
 from hydra_plugins.hpc_train_launchers._config import HpcSlurmConf
 from hydra_plugins.hpc_train_launchers._point import RunPoint
