@@ -101,7 +101,7 @@ def _recipe_share(jobs: Jobs, constants: Constants, gain: Column) -> Column:
 
 
 def wide_products(jobs: Jobs) -> Jobs:
-    """Return the jobs with all products in 16 bits: the head, the router and our experts stay so (parallel.float8)."""
+    """Return the jobs with all products in 16 bits: the head, the router and our experts count so."""
     stays_wide = (jobs.stack == HPC_TRAIN) | (jobs.float8 > 0)
     return replace_columns(jobs, peak_flops=choose(stays_wide, jobs.peak_flops_attention, jobs.peak_flops))
 
