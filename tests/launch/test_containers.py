@@ -22,6 +22,7 @@ from hpc_train.launch.submit import default_to_slurm
 from hpc_train.training.run_directory import locate_run_directory
 
 SRUN = """#!/bin/bash
+case " $* " in *" --job-name=listener "*) exit 0 ;; esac  # of stop signals: no rank, and in no image
 printf '%s\\0' "$@" >"$SAID/srun"
 while [[ $1 == -* ]]; do shift; done
 touch "$HPC_TRAIN_RENDEZVOUS/done"
