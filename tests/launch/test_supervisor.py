@@ -20,6 +20,7 @@ from hpc_train.launch.slurm.supervisor import agent_reports, supervise
 from hpc_train.launch.slurm.supervisor.allowed_losses import LEFT_TO_OTHERS, AllowedLosses
 from hpc_train.launch.slurm.supervisor.job_steps import LEFT_SRUN
 from hpc_train.launch.slurm.supervisor.supervise import Supervisor
+from hpc_train.launch.slurm.supervisor.time_limit import OUT_OF_TIME
 from hpc_train.launch.submit import default_to_slurm
 from hpc_train.launch.watching import read_watch_settings
 from hpc_train.resilience.agent import Report, encode_report
@@ -278,6 +279,24 @@ def test_ranks_whose_batch_script_was_killed_are_left_to_save(
         supervisor.watch([], script.pid)
         script.kill()
     assert read_orders(tmp_path) == (["end"] if killed else ["kill", "end"])
+
+
+@pytest.mark.parametrize("attempts", [1, 3])
+def test_ranks_that_hang_in_their_first_step_are_ended_before_the_limit_if_the_job_may_run_again(
+    start: Start,
+    tmp_path: Path,
+    config: dict[str, Any],
+    srun: subprocess.Popen[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    attempts: int,
+) -> None:
+    """Else Slurm ends them at the limit, and says so."""
+    monkeypatch.setitem(config["launch"], "max_attempts", attempts)
+    (tmp_path / "squeue").write_text("#!/bin/sh\necho 0:05 RUNNING 1:00 0:55 100 160\n")
+    supervisor = start([report("node1", phase=Phase.FIRST_STEP)], NODES[:1])
+    with subprocess.Popen(["sh", "-c", f"sleep 2; kill {srun.pid}"]):
+        supervisor.watch([])
+    assert (tmp_path / "logs" / "0" / OUT_OF_TIME).exists() == (attempts > 1)
 
 
 def test_what_a_supervisor_has_decided_is_done_by_the_next_one(start: Start, tmp_path: Path) -> None:

@@ -145,7 +145,8 @@ def _no_job_outlives_its_tests(slurm_cluster: SlurmCluster) -> Iterator[None]:
 def times_out(slurm_cluster: SlurmCluster, store: Path, tmp_path_factory: pytest.TempPathFactory) -> Sweep:
     """The job of the last test that times out: Slurm's shortest limit is a minute, in which the others run."""
     sweep = Sweep(tmp_path_factory.mktemp("late"), store)
-    late = sweep.submit("times_out", "launch.signal_seconds=10", faults=HANGS)
+    # Its only attempt: otherwise it would be requeued before the limit.
+    late = sweep.submit("times_out", "launch.signal_seconds=10", "launch.max_attempts=1", faults=HANGS)
     sweep.wait_for_fault("times_out", HANGS)
     slurm_cluster.scontrol("update", f"JobId={late}", "TimeLimit=1")
     return sweep

@@ -307,12 +307,15 @@ class Supervisor:
         return self._settings.act
 
     def _is_out_of_time(self, views: Sequence[RankView]) -> bool:
-        """Return whether Slurm would end the ranks before they have trained or saved, and then not requeue the job."""
+        """Return whether Slurm would end the ranks before they have trained or saved, and then not requeue the job.
+
+        A job that may not run again is left to its limit: Slurm's TIMEOUT says best how it ended.
+        """
         if not self._time_is_short or self._limit.leaves_time():
             return False
-        if not (self._settings.act and self._resilience["restarts"]):
+        if not (self._may_run_again and self._settings.act and self._resilience["restarts"]):
             return False
-        if self._may_run_again and not self._limit.leaves_time(saving=True):
+        if not self._limit.leaves_time(saving=True):
             return not views or any(view.phase is not Phase.END for view in views)
         if not views:  # ranks that agents cannot see, as in a container, have logs, and may have something to save
             return not any(self._logs.glob("task-*.log"))
