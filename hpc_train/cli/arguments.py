@@ -104,3 +104,19 @@ def choose_device(name: str | None) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: there is no GPU here; leave it out")
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def find_innermost_parser(
+    parser: argparse.ArgumentParser, before: list[str]
+) -> tuple[argparse.ArgumentParser, list[str]]:
+    """Return the parser of the innermost sub-command in `before`, and the words after it."""
+    for index, word in enumerate(before):
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction) and word in action.choices:
+                return find_innermost_parser(action.choices[word], before[index + 1 :])
+    return parser, before
+
+
+def list_options(parser: argparse.ArgumentParser) -> list[str]:
+    """List the options of a parser, such as --json."""
+    return [flag for action in parser._actions for flag in action.option_strings]  # there is no public list

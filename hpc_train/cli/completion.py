@@ -12,7 +12,7 @@ from dataclasses import Field, fields, is_dataclass
 from itertools import pairwise
 from typing import Any, get_origin, get_type_hints
 
-from hpc_train.cli.arguments import add_examples
+from hpc_train.cli.arguments import add_examples, find_innermost_parser, list_options
 
 _BASH = r"""_hpc_train() {
     local line="${COMP_LINE:0:COMP_POINT}" current before="" candidate
@@ -106,11 +106,11 @@ def complete_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> lis
     The list is empty where the shell should complete file names.
     """
     *before, current = words or [""]
-    parser, before = _find_innermost_parser(parser, before)
+    parser, before = find_innermost_parser(parser, before)
     # argparse has no public list of its options.
     actions = parser._actions
     if current.startswith("-"):
-        return _select_by_prefix(current, (flag for action in actions for flag in action.option_strings))
+        return _select_by_prefix(current, list_options(parser))
     if before and (option := _takes_value(actions, before[-1])):
         return _select_by_prefix(current, map(str, option.choices or ()))
     positional = [action for action in actions if not action.option_strings]
@@ -119,17 +119,6 @@ def complete_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> lis
     if any(action.dest == "key" for action in positional):
         return complete_key(current)
     return _select_by_prefix(current, (str(choice) for action in positional for choice in action.choices or ()))
-
-
-def _find_innermost_parser(
-    parser: argparse.ArgumentParser, before: list[str]
-) -> tuple[argparse.ArgumentParser, list[str]]:
-    """Return the parser of the innermost sub-command in `before`, and the words after it."""
-    for index, word in enumerate(before):
-        for action in parser._actions:
-            if isinstance(action, argparse._SubParsersAction) and word in action.choices:
-                return _find_innermost_parser(action.choices[word], before[index + 1 :])
-    return parser, before
 
 
 def _takes_value(actions: Sequence[argparse.Action], flag: str) -> argparse.Action | None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hpc_train import __version__
-from hpc_train.cli.arguments import add_command, add_examples
+from hpc_train.cli.arguments import add_command, add_examples, find_innermost_parser, list_options
 from hpc_train.errors import EXIT_FAILED, EXIT_USER_ERROR, UserError
 from hpc_train.near_names import TYPO, did_you_mean, find_near_names
 from hpc_train.terminal import escaping_stdout, one_line, open_missing_streams
@@ -170,8 +170,11 @@ def parse_command_line(argv: Sequence[str] | None) -> argparse.Namespace:
         arguments.words = remote_command
     unknown = [word for word in rest if word.startswith("-")] if hasattr(arguments, "overrides") else rest
     if unknown:
-        command = f"`hpc-train {arguments.command} --help`"
-        parser.exit(EXIT_USER_ERROR, f"hpc-train: unknown option {one_line(' '.join(unknown))}; see {command}\n")
+        innermost, _ = find_innermost_parser(parser, words)
+        near = find_near_names(unknown[0].partition("=")[0], list_options(innermost), TYPO)
+        hint = f"; {did_you_mean(near)}" if near else ""
+        text = f"hpc-train: unknown option {one_line(' '.join(unknown))}{hint}; see `{innermost.prog} --help`\n"
+        parser.exit(EXIT_USER_ERROR, text)
     if rest:
         arguments.overrides += rest
     return arguments

@@ -226,7 +226,11 @@ PLACES = [
 COMMANDS = [
     ("", "the following arguments are required: command; see `hpc-train --help`"),
     ("trane", "...invalid choice: 'trane' ...; did you mean 'train'?; see `hpc-train --help`"),
-    ("train --cfgg", "unknown option --cfgg; see `hpc-train train --help`"),
+    ("train --cfgg", "unknown option --cfgg; did you mean '--cfg'?; see `hpc-train train --help`"),
+    (
+        "checkpoint verify x --jsn",
+        "unknown option --jsn; did you mean '--json'?; see `hpc-train checkpoint verify --help`",
+    ),
     ("train --config-dir", "argument --config-dir: expected one argument; see `hpc-train train --help`"),
     ("train launch=slurm", "launch=slurm: `hpc-train train` runs here; use `hpc-train submit` for Slurm"),
     ("submit launch=local", "launch=local: `hpc-train submit` sends to Slurm; use `hpc-train train` ..."),
