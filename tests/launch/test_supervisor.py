@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -294,8 +295,11 @@ def test_ranks_that_hang_in_their_first_step_are_ended_before_the_limit_if_the_j
     monkeypatch.setitem(config["launch"], "max_attempts", attempts)
     (tmp_path / "squeue").write_text("#!/bin/sh\necho 0:05 RUNNING 1:00 0:55 100 160\n")
     supervisor = start([report("node1", phase=Phase.FIRST_STEP)], NODES[:1])
-    with subprocess.Popen(["sh", "-c", f"sleep 2; kill {srun.pid}"]):
+    seconds = 2 if attempts == 1 else 40
+    end_srun = f"import os, time; time.sleep({seconds}); os.kill({srun.pid}, 15)"
+    with subprocess.Popen([sys.executable, "-c", end_srun]) as late:
         supervisor.watch([])
+        late.kill()
     assert (tmp_path / "logs" / "0" / OUT_OF_TIME).exists() == (attempts > 1)
 
 
