@@ -19,6 +19,7 @@ from hpc_train.config.checks.check import check_config
 from hpc_train.config.checks.secret_variables import refuse_secret_variables
 from hpc_train.config.keys.groups import SCHEMAS
 from hpc_train.config.keys.overrides import check_overrides, find_unknown_field, list_explicit_settings
+from hpc_train.config.model import DataConfig, ModelConfig
 from hpc_train.config.run import RunConfig
 from hpc_train.config.schema import seal_config
 from hpc_train.errors import UserError
@@ -26,17 +27,27 @@ from hpc_train.near_names import suggest_names
 
 
 def config_from_dict(container: dict[str, Any]) -> RunConfig:
-    """Return the run that `config_to_dict` wrote, checked and read-only: no file of conf/ is read again."""
-    kinds = {group: {kind.kind: kind for kind in types.values()} for group, types in SCHEMAS.items()}
+    """Return the run that `config_to_dict` wrote, checked and read-only: no file of conf/ is read again.
+
+    Raises UserError for one that is cut off, or was changed into something else.
+    """
     schema = OmegaConf.structured(RunConfig)
-    chosen = {group: kinds[group][container[group]["kind"]] for group in SCHEMAS}
-    merged = OmegaConf.merge(schema, chosen, container)
+    chosen = {group: _find_schema(group, container.get(group)) for group in SCHEMAS}
     try:
-        config = make_run_config(merged)  # type: ignore[arg-type]
+        config = make_run_config(OmegaConf.merge(schema, chosen, container))  # type: ignore[arg-type]
     except OmegaConfBaseException as error:
         key, reason = explain_value(error)
         raise UserError(f"{key}: {reason}" if key else reason) from error
     return check_and_seal(config)
+
+
+def _find_schema(group: str, section: Any) -> type[ModelConfig | DataConfig]:
+    """Return the type of a model's or a data set's part of a configuration."""
+    kind = section.get("kind") if isinstance(section, dict) else None
+    schema = next((one for one in SCHEMAS[group].values() if one.kind == kind), None)
+    if schema is None:
+        raise UserError(f"{group}.kind: is {kind!r}, which is no {group}; the file is cut off, or was changed")
+    return schema
 
 
 def make_run_config(plain: DictConfig) -> RunConfig:

@@ -30,7 +30,7 @@ class LinearShape:
     inputs: int
     outputs: int
     split: Literal["columns", "rows", "whole"] = "columns"
-    """What tp splits of the weight: outputs, inputs, or nothing."""
+    """How tp splits the layer: by its outputs (columns), by its inputs (rows), or not at all."""
     reads: Literal["attention", "feed_forward", "widened", "other"] = "other"
     """The input: the norm's result before attention or before the feed-forward layer, or the widened one."""
     in_block: bool = True

@@ -161,7 +161,7 @@ def _locate_on_switches(
 
 @dataclass(frozen=True)
 class _SourceFacts:
-    """What one source says of the hosts of a job, by their names."""
+    """Facts about the hosts of a job from one source, by host name."""
 
     source: str
     paths: Mapping[str, tuple[str, ...]]

@@ -70,8 +70,10 @@ _STOPPED_ALONE_SECONDS = 7.0
 Its batch script may have been killed, or an srun may have forgotten it: Slurm then waits for it, up to KillWait.
 """
 _ALONE_SECONDS = 60.0
-"""The same time in other jobs: Slurm does not end an agent on a node that was taken from the job and is back at
-once."""
+"""After how long without a message an agent ends in any other job.
+
+Slurm does not end an agent on a node that was taken from the job and is back at once.
+"""
 
 
 @dataclass(frozen=True)

@@ -64,3 +64,14 @@ def test_what_a_run_writes_is_read_back(tmp_path: Path) -> None:
     config = compose(["model=llama_tiny", "train.steps=3"])
     (tmp_path / "config.yaml").write_text(config_to_yaml(config))
     assert config_from_dict(load_run_file(tmp_path / "config.yaml")) == config
+
+
+def test_a_file_that_is_cut_off_or_changed_is_refused_in_one_line(tmp_path: Path) -> None:
+    """Up to the model; a file that only lacks later settings has their defaults, as one of an earlier version does."""
+    file, text = tmp_path / "config.yaml", config_to_yaml(compose())
+    cut = [text[:length] for length in range(1, text.index("\nmodel:"), 200)]
+    for wrong in [*cut, "model: null\n", "model: [kind]\n", "model: {kind: [a]}\n", "model: {kind: novel}\n"]:
+        file.write_text(wrong)
+        with pytest.raises(UserError) as refused:
+            config_from_dict(load_run_file(file))
+        assert "\n" not in str(refused.value)

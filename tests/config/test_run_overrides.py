@@ -22,7 +22,7 @@ REQUIRED = {
     "data=custom": ("data.name=x", "+data.args.size=3"),
     "data=text": ("data.sources=[a.txt,'b, c.txt']",),
 }
-"""What some options need, and settings that are hard to write."""
+"""Settings that some options require, with values that are hard to quote."""
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["C"]))
 
 

@@ -121,7 +121,7 @@ def events(run: Path) -> list[dict[str, Any]]:
 
 
 def read_orders(folder: Path) -> list[str]:
-    """What was ordered of the agents, without the signs of life, of which there are more on a busy machine."""
+    """Return the orders that the agents were sent, without pings, whose number depends on the load of the machine."""
     return [order for order in (folder / "orders").read_text().split() if order != "ping"]
 
 

@@ -1,4 +1,4 @@
-"""What squeue, scontrol and sacct say about jobs: the commands, and how to parse what they print."""
+"""Ask squeue, scontrol and sacct about jobs: their command lines, and parsers of their output."""
 
 from __future__ import annotations
 

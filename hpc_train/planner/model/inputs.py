@@ -248,20 +248,20 @@ class JobInputs:
     adapter_weights: Column = field(default_factory=_zero)
     """Trained weights of the adapters (LoRA) of one layer, whose own weights are frozen; 0: all weights are trained."""
     adapter_unsplit: Column = field(default_factory=_zero)
-    """Those of the trained weights that tp does not split."""
+    """Trained weights of these adapters that every rank of tp has whole."""
     adapter_reads: Column = field(default_factory=_zero)
-    """Inputs of a token of the layer's adapters, added up over them."""
+    """Input features of all adapters of a layer, added up."""
     adapter_writes: Column = field(default_factory=_zero)
-    """Outputs of a token of the layer's adapters, added up over them."""
+    """Output features of all adapters of a layer, added up."""
     adapter_stored: Column = field(default_factory=_zero)
-    """Numbers of a token that the layer's adapters store for backward, of what tp splits."""
+    """Activations per token that the adapters of a layer store for backward, where tp splits them."""
     adapter_stored_unsplit: Column = field(default_factory=_zero)
-    """Numbers of a token that they store of what tp does not split."""
+    """Activations per token that they store on every rank of tp."""
     dora_widest: Column = field(default_factory=_zero)
     """Weights of the largest layer with DoRA; 0: LoRA."""
     frozen_bytes: Column = field(default_factory=_zero)
     """Mean bytes of a frozen weight of a layer; 0: those of any weight."""
     four_bit_weights: Column = field(default_factory=_zero)
-    """Those of a layer's frozen weights that are in 4 bits."""
+    """Frozen weights of a layer that are stored in 4 bits."""
     four_bit_widest: Column = field(default_factory=_zero)
     """Weights of the largest linear layer in 4 bits."""

@@ -30,7 +30,7 @@ _UNTIMED = (
     "checkpoint.weights_every=0",
     "checkpoint.resume=never",
 )
-"""What is not part of a step."""
+"""Settings of every trial: they turn off work that does not belong to a step."""
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ ENDED = "ended"
 """Action in the report of most faults: the ranks were ended."""
 _CLAIM = "supervisor.lock"
 STOP_WORD = b"hpc-train-stop"
-"""What the batch script's record of stop signals has once the job was asked to stop (stop_listener.sh)."""
+"""Text in the batch script's record of stop signals after the job was asked to stop (stop_listener.sh)."""
 _WITHOUT_STEPS = (Phase.START, Phase.LOAD, Phase.FIRST_STEP)
 """Phases of ranks that have nothing to save."""
 _FIRST_REPORT_SECONDS = 10.0

@@ -1,4 +1,4 @@
-"""What one row of the table of techniques says, and how its numbers are rated."""
+"""The row of one technique in the table of parallelism, and how close its numbers are to those of one device."""
 
 from __future__ import annotations
 
